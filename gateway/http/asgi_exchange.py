@@ -95,7 +95,7 @@ class Exchange:
         self._pending = uploads.keep(client, self.size)
 
     def body_read(self) -> None:
-        """The body is read and accepted, or will not be: it is not an upload any more. May be called again."""
+        """The body is checked, or will not be: it is no upload any more. May be called again."""
         pending, self._pending = self._pending, None
         if pending is not None and self._uploads is not None:
             self._uploads.release(pending)

@@ -86,7 +86,7 @@ class Server:
         self.date_line = b""
         self._connections: set[ServerConnection] = set()
         self._rejected: set[ServerConnection] = set()
-        # Those whose client reads too slowly, and the bytes that it had not read at the last sweep, if then so.
+        # Those whose client reads too slowly, and what it had not read at the last sweep if it was so then.
         self._unread: dict[ServerConnection, int | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starts = request_starts()

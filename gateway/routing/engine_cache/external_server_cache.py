@@ -15,7 +15,6 @@ from typing import Final, Literal, NamedTuple
 from gateway.http.http1_client import ConnectionPool
 from gateway.routing.engine_cache.known_prompts import ENOUGH, Blocks, KnownPrompts
 from gateway.routing.engine_cache.prompt_tokens import Prompt, ask
-from policy.hashing import block_keys
 from policy.request import Request
 from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt, News
 from policy.routing.kv_event_log import KvEventLog
@@ -91,6 +90,7 @@ class ServerCache:
         self._forgetting: asyncio.TimerHandle | None = None
         self._waiting: deque[SentPrompt] = deque(maxlen=MAX_WAITING)
         self._asking: set[asyncio.Task[None]] = set()
+        self._settling: set[asyncio.Task[None]] = set()
         self._shown = self._not_shown = self._refused = 0
         self.problem = ""
         self._malformed = False
@@ -121,7 +121,7 @@ class ServerCache:
         for handle in (self._telling, self._forgetting):
             if handle is not None:
                 handle.cancel()
-        for task in self._asking:
+        for task in (*self._asking, *self._settling):
             task.cancel()
         self._known.asking -= {each.named.hashes[-1] for each in self._waiting}
         self._waiting.clear()
@@ -161,10 +161,20 @@ class ServerCache:
 
         Nothing is known of a prompt without tokens: what was served counts as held since then.
         """
+        if sent.tokens is not None and sent.keys is None:
+            task = self._loop.create_task(self._divide_and_settle(sent, sent.tokens, served))
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
+        else:
+            self._settle(sent, served)
+
+    async def _divide_and_settle(self, sent: SentPrompt, tokens: list[int], served: bool) -> None:
+        await self._divide(sent, tokens)
+        self._settle(sent, served)
+
+    def _settle(self, sent: SentPrompt, served: bool) -> None:
         if self._told_at == UNTOLD:
             return
-        if sent.tokens is not None and sent.keys is None:
-            self._divide(sent, sent.tokens)
         if not self.index.has(sent.named.hashes[-1]):
             for each in self._known.of(sent.named.hashes[-1], self.index.block_tokens):
                 self._name(sent, each)
@@ -253,15 +263,17 @@ class ServerCache:
             if status != 200:
                 return
         sent.tokens = tokens
-        self._divide(sent, tokens)
+        await self._divide(sent, tokens)
 
-    def _divide(self, sent: SentPrompt, tokens: list[int]) -> None:
+    async def _divide(self, sent: SentPrompt, tokens: list[int]) -> None:
         """Name a prompt by its blocks, once their size is known."""
         size = self.index.block_tokens
         if not size or self._told_at == UNTOLD:
             return
-        extras = sent.prompt.extras(len(tokens) // size)
-        sent.keys = array("q", block_keys(tokens, size, extras=extras))
+        keys = await sent.prompt.keys(tokens, size)
+        if self._told_at == UNTOLD or size != self.index.block_tokens:  # forgotten meanwhile
+            return
+        sent.keys = keys
         blocks = Blocks(sent.keys, size, len(tokens))
         self._known.add(sent.named.hashes[-1], blocks)
         self._name(sent, blocks)

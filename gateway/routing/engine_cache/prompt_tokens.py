@@ -6,7 +6,9 @@ Only what that route renders as the API does is asked for. Source: vLLM's ``entr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from array import array
 from collections.abc import Hashable
 from typing import Final
 
@@ -18,11 +20,14 @@ from gateway.http.http1_client import ConnectionPool
 from gateway.protocol.body import Body
 from gateway.protocol.json_decoders import OPTIONS
 from gateway.protocol.paths import Route
+from policy.hashing import block_keys
 
 # Of a prompt and of the answer, which is decoded in one turn of the event loop: some 150,000 tokens.
 MAX_BYTES: Final = 1024 * 1024
 ASK_S: Final = 5.0
 PATH: Final = b"/tokenize"
+# Blocks whose keys are made in one turn of the event loop, in 3 ms.
+KEYS_A_TURN: Final = 1024
 # Fields that both routes have, and fields with which the API renders something that the route does not.
 _CHAT = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 _OF_TEMPLATE = ("add_special_tokens", "chat_template_kwargs", "mm_processor_kwargs")
@@ -77,6 +82,19 @@ class Prompt:
             return _TOKENS.decode(prompt)
         except msgspec.ValidationError:
             return None  # texts
+
+    async def keys(self, tokens: list[int], block_tokens: int) -> array[int]:
+        """The key of each full block of ``tokens``; of a long prompt in several turns of the event loop."""
+        blocks = len(tokens) // block_tokens
+        extras, found, parent = self.extras(blocks), array("q"), 0
+        for first in range(0, blocks, KEYS_A_TURN):
+            if first:
+                await asyncio.sleep(0)
+            end = min(first + KEYS_A_TURN, blocks)
+            part = tokens[first * block_tokens : end * block_tokens]
+            found.extend(block_keys(part, block_tokens, parent, extras[first:end]))
+            parent = found[-1]
+        return found
 
     def question(self) -> bytes | None:
         """The body to ask the server with; ``None`` where its answer would not be these tokens."""
