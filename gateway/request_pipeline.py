@@ -255,7 +255,6 @@ class Gateway:
                 if len(raw) <= bodies.MAX_DECODED
                 else await bodies.accept_large(raw, route, self._rules, self._pieces)
             )
-            call.accepted()
             body, raw = _allowed(call, principal, accepted)
             call.streaming = body.stream is True
             served, request = self.intake.take(
@@ -383,6 +382,7 @@ class Gateway:
 
 def _allowed(call: Call, principal: Principal, accepted: AcceptedBody) -> tuple[Body, bytes]:
     """The body of a call that may be made of it, with the longest answer that the caller may have."""
+    call.accepted()
     call.dropped = accepted.dropped
     if principal.features is not None:
         check_features(call.route, accepted.body, principal.features)

@@ -208,7 +208,7 @@ class Server:
             self._loop.call_soon(self._sweep_some, connections)
 
     def _close_slow_readers(self) -> None:
-        """Beyond the budget of uploads, close connections whose clients read next to nothing since the last sweep.
+        """Beyond the budget of uploads, close connections whose clients read next to nothing lately.
 
         Those with the most unread first: whole answers would be held for ``stalled_s`` otherwise.
         """
