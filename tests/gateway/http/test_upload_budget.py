@@ -28,7 +28,7 @@ class Client:
         self.pending: PendingBody | None = None
 
     def send(self, reads: float, *, pending: bool = False) -> None:
-        """Send as much as is read of this many reads; the app has a complete one at once unless ``pending``."""
+        """Send as much as is read of this many reads; the app has it at once unless ``pending``."""
         while reads > 0 and self.left and self.is_read and not self.status:
             size = min(self.left, int(READ_BYTES * min(1, reads)))
             self.held, self.left, reads = self.held + size, self.left - size, reads - 1
