@@ -180,10 +180,11 @@ class ModelPool:
             return candidates
         if not self._others_come_first(candidates, rank, waiting):
             return candidates
+        higher = sum([shared.others(key)[2] for key in self._keys[: rank - rank % 2]])
         return [
             each
             for each in candidates
-            if has_room(each) and not self._left.leaves(each, shared.others(each.key)[2], at)
+            if has_room(each) and not self._left.leaves(each, shared.others(each.key)[2], higher, at)
         ]
 
     def _others_come_first(self, candidates: list[Candidate], rank: int, waiting: int) -> bool:

@@ -43,13 +43,17 @@ def has_fair_share(
 
 
 class _Left:
-    """A slot that is left: ``since`` when, last looked at ``seen``, and the requests begun there by then."""
+    """A slot that is left: ``since`` when, last looked at ``seen``, and the requests begun there by then.
 
-    __slots__ = ("begun", "seen", "since", "theirs", "unwanted_until")
+    ``higher``: the requests of a higher priority that had waited in other workers by then.
+    """
 
-    def __init__(self, begun: int, theirs: int, at: float) -> None:
+    __slots__ = ("begun", "higher", "seen", "since", "theirs", "unwanted_until")
+
+    def __init__(self, begun: int, theirs: int, higher: int, at: float) -> None:
         self.begun = begun
         self.theirs = theirs
+        self.higher = higher
         self.since = self.seen = at
         self.unwanted_until = -math.inf
 
@@ -58,19 +62,25 @@ class LeftSlots:
     """The slots that a worker leaves to requests of others that come first, by replica.
 
     Those requests may be unable to use it, or their worker may hang: what is left and not taken for
-    :data:`LEFT_S` is taken, and the replica is not left for :data:`UNWANTED_S` unless the others use it.
+    :data:`LEFT_S` is taken, and the replica is not left for :data:`UNWANTED_S` unless the others use it, or
+    get a request of a higher priority.
     """
 
     def __init__(self) -> None:
         self._replicas: dict[str, _Left] = {}
 
-    def leaves(self, candidate: Candidate, theirs: int, at: float) -> bool:
-        """Whether a free slot is left; ``theirs`` are the requests that the others ever began there."""
+    def leaves(self, candidate: Candidate, theirs: int, higher: int, at: float) -> bool:
+        """Whether a free slot is left.
+
+        ``theirs`` are the requests that the others ever began there, ``higher`` those of a higher priority
+        that ever waited in other workers.
+        """
         left = self._replicas.get(candidate.id)
-        if left is not None and at < left.unwanted_until and theirs == left.theirs:
+        unwanted = left is not None and at < left.unwanted_until
+        if unwanted and left is not None and theirs == left.theirs and higher == left.higher:
             return False
-        if left is None or candidate.begun != left.begun or at > left.seen + LEFT_S:
-            self._replicas[candidate.id] = _Left(candidate.begun, theirs, at)
+        if left is None or unwanted or candidate.begun != left.begun or at > left.seen + LEFT_S:
+            self._replicas[candidate.id] = _Left(candidate.begun, theirs, higher, at)
             return True
         left.seen = at
         if at < left.since + LEFT_S:

@@ -47,20 +47,34 @@ def test_a_worker_yields_nothing_while_others_have_no_queue() -> None:
 def test_a_slot_that_the_others_do_not_take_is_left_for_a_short_time_only() -> None:
     left, replica = LeftSlots(), Candidate("r", 1, bound=2)
     taken = LEFT_S + 0.01
-    assert [left.leaves(replica, 0, at) for at in (0.0, 0.02, 0.04, taken)] == [True, True, True, False]
+    assert [left.leaves(replica, 0, 0, at) for at in (0.0, 0.02, 0.04, taken)] == [True, True, True, False]
     replica.begun = 1  # this worker takes it, and soon the next one
-    assert not left.leaves(replica, 0, taken + UNWANTED_S / 2)
-    assert left.leaves(replica, 0, taken + UNWANTED_S + 0.01)
+    assert not left.leaves(replica, 0, 0, taken + UNWANTED_S / 2)
+    assert left.leaves(replica, 0, 0, taken + UNWANTED_S + 0.01)
+
+
+def test_a_slot_that_was_left_in_vain_is_left_to_a_critical_request_that_comes_later() -> None:
+    """For a second batch requests took every slot before it."""
+    left, replica = LeftSlots(), Candidate("r", 1, bound=2)
+    taken = LEFT_S + 0.01
+    assert [left.leaves(replica, 0, 3, at) for at in (0.0, 0.04, taken)] == [True, True, False]
+    replica.begun = 1
+    came = taken + 0.02
+    assert not left.leaves(replica, 0, 3, came)
+    assert left.leaves(replica, 0, 4, came)
+    # Nor is it idle for longer if that one cannot use it.
+    looks = (came + LEFT_S - 0.01, came + LEFT_S + 0.01)
+    assert [left.leaves(replica, 0, 4, at) for at in looks] == [True, False]
 
 
 def test_slots_are_left_to_the_others_as_long_as_they_take_them() -> None:
     left, replica = LeftSlots(), Candidate("r", 1, bound=2)
     for i in range(200):
         replica.begun = i // 2  # by another worker, every 40 ms
-        assert left.leaves(replica, i // 2, i * 0.02)
+        assert left.leaves(replica, i // 2, 0, i * 0.02)
 
 
 def test_a_slot_that_is_free_long_after_the_last_is_left_again() -> None:
     left, replica = LeftSlots(), Candidate("r", 1, bound=2)
-    assert left.leaves(replica, 0, 0.0)
-    assert left.leaves(replica, 0, 5.0)
+    assert left.leaves(replica, 0, 0, 0.0)
+    assert left.leaves(replica, 0, 0, 5.0)
