@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections import deque
+from typing import Final, NamedTuple
 
 import xxhash
 
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import Body
 from gateway.routing.shared_counters import SharedCounts
-from policy.admission.crash_suspects import Suspects, Suspicion
+from policy.admission.crash_suspects import SAME_DEATH_S, Suspects, Suspicion
 from policy.errors import Refusal
 
 # Fields that do not change what an engine computes, or that clients draw anew when they send a request again.
@@ -21,6 +22,18 @@ VOLATILE: Final = frozenset(
 )  # fmt: skip
 # When another suspect has probably ended.
 AGAIN_S: Final = 5
+# A replica on which a request hung is found and killed within this time.
+HUNG_S: Final = 60.0
+# Requests that ended early, of which the last are kept.
+MAX_ENDED: Final = 256
+
+
+class _Ended(NamedTuple):
+    """A request that got no answer from a replica which lived then; until ``until`` its death counts."""
+
+    request: int
+    replica: int
+    until: float
 
 
 def fingerprint(tenant: str, path: str, body: Body) -> int:
@@ -41,6 +54,7 @@ class SuspectRequests:
     def __init__(self, shared: SharedCounts) -> None:
         self._suspects = Suspects()
         self._shared = shared
+        self._ended: deque[_Ended] = deque(maxlen=MAX_ENDED)
         self._one_runs = False
         self.some = False
 
@@ -55,8 +69,19 @@ class SuspectRequests:
         self._suspects.lost(request, replica, at)
         self.some = True
 
+    def ended_early(self, request: int, replica: int, at: float, *, hung: bool) -> None:
+        """Its client left, or the replica gave no sign of life (``hung``): it may die of it a moment later."""
+        self._ended.append(_Ended(request, replica, at + (HUNG_S if hung else SAME_DEATH_S)))
+
     def died(self, model: str, replica: int, at: float) -> None:
         self._suspects.died(model, replica, at)
+        if not self._ended:
+            return
+        for ended in self._ended:
+            if ended.replica == replica and at <= ended.until:
+                self.lost(ended.request, replica, at)
+        kept = [ended for ended in self._ended if ended.replica != replica]
+        self._ended = deque(kept, maxlen=MAX_ENDED)
 
     def served(self, request: int, at: float) -> None:
         self._suspects.served(request, at)

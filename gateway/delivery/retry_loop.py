@@ -38,6 +38,7 @@ _LOST: Final = AttemptOutcome.LOST
 _LEFT: Final = AttemptOutcome.LEFT
 _REFUSED: Final = AttemptOutcome.REFUSED
 _STALE: Final = AttemptOutcome.STALE
+_SILENT: Final = AttemptOutcome.SILENT
 _RESPONSES: Final = Api.RESPONSES
 _MESSAGES: Final = Api.MESSAGES
 _GENERATE: Final = Runner.GENERATE
@@ -49,6 +50,8 @@ _LOSSES: Final = frozenset({_LOST, _BROKEN})
 # Within these times the port of a killed process closes, and the replicas of a lost node or cluster are dead.
 DYING_S: Final = 0.05
 TOGETHER_S: Final = 0.5
+# Of the bodies of clients that leave, longer ones are not hashed: many may leave at once.
+MAX_HASHED: Final = 1024 * 1024
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
 MAX_NEW_HASHES: Final = 64
 
@@ -135,6 +138,8 @@ class RetryLoop:
                 self._suspects.lost(self._fingerprint(), replica.view.key, monotonic())
                 if outcome is _LOST:
                     replica.died()
+            elif outcome is _SILENT:
+                self._ended_early(replica, hung=True)
             elif outcome is _SERVED and self._suspects.some:
                 self._suspects.served(self._fingerprint(), monotonic())
             refused = relay.refused if relay is not None else None
@@ -153,6 +158,8 @@ class RetryLoop:
             return outcome, refused
         except asyncio.CancelledError:
             self._meter.attempts[_LEFT] += 1
+            if self._call.sent_at:
+                self._ended_early(replica, hung=False)
             raise
         finally:
             if alone:
@@ -176,6 +183,10 @@ class RetryLoop:
             tenant, path = self._ticket.request.tenant, self._call.route.path
             self._hash = fingerprint(tenant, path, self._body)
         return self._hash
+
+    def _ended_early(self, replica: ReplicaHandle, *, hung: bool) -> None:
+        if len(self._raw) <= MAX_HASHED:
+            self._suspects.ended_early(self._fingerprint(), replica.view.key, monotonic(), hung=hung)
 
     async def _is_excused(self) -> bool:
         """Whether its replicas were lost with others (their node was), which is known a moment later."""

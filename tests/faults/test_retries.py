@@ -13,6 +13,7 @@ from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.harness import Harness
 from tests.gateway.fake_replica import Exchange, alias
+from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CONNECT_S, SILENT_S = 0.5, 3.0
@@ -187,6 +188,34 @@ async def test_30_a_request_that_kills_its_replica_is_retried_once(harness: Harn
             again = await harness.ask(model, "poison", stream=False, seed=seed)
             assert (again.status, again.headers["x-should-retry"]) == (500, "false")
         assert (await harness.ask(model)).status == 200
+
+
+async def test_30_a_request_whose_client_leaves_before_the_death_is_found_too(
+    harness: Harness, model: str
+) -> None:
+    """Nothing was held against it: it killed a replica each time that it was sent again."""
+    fleet = await harness.fleet(model, 3)
+
+    def crash(one: FaultyUpstream) -> Any:
+        async def answer(exchange: Exchange) -> None:
+            await exchange.gone.wait()
+            one.refuse_connections()
+            asyncio.get_running_loop().call_later(0.2, one.die)
+
+        return answer
+
+    for one in fleet:
+        one.faults["poison"] = crash(one)
+    async with harness.expect(model, {"cancelled": 2, "replica_lost": 1, "ok": 1}):
+        for _ in range(2):
+            client = await harness.post(model, "poison", stream=True)
+            await until(lambda: any(one.open for one in fleet))
+            (killed,) = [one for one in fleet if one.open]
+            client.leave()
+            await harness.shows(killed, admissible=False)
+        reply = await harness.ask(model, "poison", stream=True)
+        assert (await harness.ask(model)).status == 200
+    assert (reply.status, reply.headers["x-should-retry"]) == (500, "false")
 
 
 async def behind_a_proxy(

@@ -7,11 +7,12 @@ from random import Random
 
 import pytest
 
-from gateway.delivery.crash_suspects import SuspectRequests, fingerprint
+from gateway.delivery.crash_suspects import HUNG_S, SuspectRequests, fingerprint
 from gateway.protocol.body import read
 from gateway.protocol.errors import Refused
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.shared_counters import LOCAL, SharedRows
+from policy.admission.crash_suspects import SAME_DEATH_S
 from policy.request import Request
 
 PATH = "/v1/completions"
@@ -53,6 +54,27 @@ def test_requests_that_died_together_run_one_by_one() -> None:
     with pytest.raises(Refused) as refused:
         suspects.begin(8, 24.0)
     assert (refused.value.status, refused.value.final) == (500, True)
+
+
+@pytest.mark.parametrize(("hung", "after_s", "counts"), [
+    (False, SAME_DEATH_S - 1, True),
+    (False, SAME_DEATH_S + 1, False),
+    (True, HUNG_S - 1, True),
+    (True, HUNG_S + 1, False),
+])  # fmt: skip
+def test_a_death_soon_after_a_request_ended_early_counts(hung: bool, after_s: float, counts: bool) -> None:
+    suspects = SuspectRequests(LOCAL)
+    for replica, at in ((1, 100.0), (2, 300.0)):
+        suspects.ended_early(7, replica, at, hung=hung)
+        suspects.ended_early(8, replica + 10, at, hung=hung)  # on one that lives on
+        suspects.died("m", replica, at + after_s)
+    now = 300.0 + after_s + 1
+    assert not suspects.begin(8, now)
+    if counts:
+        with pytest.raises(Refused):
+            suspects.begin(7, now)
+    else:
+        assert not suspects.some
 
 
 async def test_the_workers_of_a_host_share_their_suspects(tmp_path: Path) -> None:

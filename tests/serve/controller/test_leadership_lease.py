@@ -61,6 +61,7 @@ async def test_a_leader_that_cannot_renew_is_deposed_and_another_one_leads() -> 
     clock.now = 0.04
     with pytest.raises(NotLeader, match="term 1 was lost: the store is away"):
         await running[0]
+    await one.release()  # as its process does at its end: a turn of its thread may be under way
     store.away, clock.now = False, 0.2
     await two.won.wait()
     assert (two.status().leads, two.status().term, two.status().trouble) == (True, 2, "")
