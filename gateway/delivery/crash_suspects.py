@@ -70,7 +70,7 @@ class SuspectRequests:
         self.some = True
 
     def ended_early(self, request: int, replica: int, at: float, *, hung: bool) -> None:
-        """Its client left, or the replica gave no sign of life (``hung``): it may die of it a moment later."""
+        """Its client left, or the replica gave no sign of life (``hung``), and may die a moment later."""
         self._ended.append(_Ended(request, replica, at + (HUNG_S if hung else SAME_DEATH_S)))
 
     def died(self, model: str, replica: int, at: float) -> None:
