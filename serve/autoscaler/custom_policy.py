@@ -83,6 +83,11 @@ class GuardedPolicy:
     _running: threading.Thread | None = field(default=None, init=False)
     _error: str = field(default="", init=False)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a decision in a thread of its own has not ended."""
+        return self._running is not None and self._running.is_alive()
+
     def decide(self, view: View, memory: Any) -> Proposal:
         """The proposal of the policy, or the present count."""
         proposal, error = self.propose(view, memory)
@@ -109,7 +114,7 @@ class GuardedPolicy:
             except BaseException as error:  # noqa: BLE001 - SystemExit ends only its thread
                 errors.append(error)
 
-        if self._running is None or not self._running.is_alive():
+        if not self.is_running:
             self._running = threading.Thread(target=run, name="policy", daemon=True)
             self._running.start()
             self._running.join(self.patience_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from policy.config.deployment import ModelSpec
+from policy.config.deployment import Deployment, ModelSpec
 from policy.engine.replica_capacity import Capability
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import CUSTOM, choose
@@ -15,6 +15,9 @@ from serve.autoscaler.custom_policy import GuardedPolicy, load
 
 # Maximum duration of a sample decision; the first one may import modules.
 REHEARSAL_S = 5.0
+# Policies whose sample decision has not ended, by class and parameters: a watched deployment file is tried
+# again and again, and each call would be one more thread that may never end.
+_unfinished: dict[tuple[type, str], GuardedPolicy] = {}
 
 _AT = 1_767_268_800.0  # noon of a day
 _RATES = Rates(last_6_s=3.0, last_20_s=2.5, last_60_s=2.0, last_600_s=1.5)
@@ -52,18 +55,33 @@ def sample_views(spec: ModelSpec) -> Iterator[View]:
         )
 
 
-def rehearse(spec: ModelSpec) -> None:
-    """Raises :class:`policy.errors.ConfigError` if a user's policy of the model fails on a sample view."""
+def rehearse_all(deployment: Deployment) -> None:
+    """Raises :class:`policy.errors.ConfigError` if a user's policy fails on a sample view; not for a loop."""
+    for spec in deployment.models:
+        rehearse(spec)
+
+
+def rehearse(spec: ModelSpec, patience_s: float = REHEARSAL_S) -> None:
+    """Raises :class:`policy.errors.ConfigError` if a user's policy of the model fails on a sample view.
+
+    A policy that has not answered an earlier call yet is refused without another one.
+    """
     control = spec.control
     for key, choice in (("policy", control.policy), ("shadow", control.shadow)):
         path = f"models[{spec.name}].control.{key}"
         if choice is None or (chosen := choose(path, choice)).name != CUSTOM or not spec.modes:
             continue
-        policy = GuardedPolicy(load(chosen, path), lambda _: None, alone=True, patience_s=REHEARSAL_S)
+        loaded = load(chosen, path)
+        called = type(loaded), repr(chosen.arguments)
+        policy = _unfinished.pop(called, None) or GuardedPolicy(
+            loaded, lambda _: None, alone=True, patience_s=patience_s
+        )
         memory: Any = None
         for view in sample_views(spec):
             proposal, error = policy.propose(view, memory)
             if proposal is None:
+                if policy.is_running:
+                    _unfinished[called] = policy
                 raise ConfigError(
                     path, chosen.class_path, f"a policy that decides on a sample view (it {error})"
                 )

@@ -17,6 +17,7 @@ from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
 from policy.wire.accounting_api import AuditEntry, Role
+from serve.autoscaler.custom_policy_check import rehearse_all
 from serve.controller.client import ControllerClient
 from store.os_process import local_user
 from store.state_dir import StateDir
@@ -160,8 +161,8 @@ class Supervisor:
     async def apply(self, document: object) -> None:
         """Apply all of a deployment file or nothing.
 
-        Raises :class:`policy.errors.ConfigError` for an invalid file and for changes that need a restart, and
-        the controller's errors.
+        Raises :class:`policy.errors.ConfigError` for an invalid file, for a custom policy that fails on a
+        sample view and for changes that need a restart, and the controller's errors.
         """
         if self._remote is not None and not self._address:
             raise PreconditionFailed(f"apply at the host of a controller, {self._remote.addresses}")
@@ -177,6 +178,8 @@ class Supervisor:
                     )
             if self._phase != "ready":
                 raise EngineFailed(f"the deployment is {self._phase}; apply when it is ready")
+            # Here too: a watched file was not seen by the command line.
+            await asyncio.to_thread(rehearse_all, deployment)
             if deployment.needs_controller:
                 await asyncio.to_thread(self._controller(_APPLY_S).apply, document)
             # Gateway workers read this file when it changes.

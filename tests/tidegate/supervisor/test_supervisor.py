@@ -301,3 +301,22 @@ def test_an_invalid_file_starts_nothing(tmp_path: Path) -> None:
     site.write(worker=3)
     result = CliRunner().invoke(group, ["check", str(site.file), "--json"])
     assert (result.exit_code, json.loads(result.output)["path"]) == (3, "gateway.worker")
+
+
+@process
+@pytest.mark.parametrize("command", ["up", "run"])
+def test_a_policy_that_fails_on_a_sample_view_starts_nothing(tmp_path: Path, command: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    def decide(self, view, memory):\n        return 1 / 0\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # which a start would find first
+        port, (admin_port,) = taken.getsockname()[1], free_ports(1)
+        site = Site(tmp_path, port, admin_port, "")
+        deployment = document(site)
+        deployment["models"][0].setdefault("control", {})["policy"] = {"custom": "mine:Mine"}
+        site.file.write_text(json.dumps(deployment))
+        code, _, err = site.tidegate(command, str(site.file), "--no-ray")
+    assert (code, err.count("\n")) == (3, 1)
+    assert err.startswith("tidegate: models[sim].control.policy: got ")
+    assert "(it raised ZeroDivisionError: division by zero (mine.py:3))" in err
+    assert site.pids() == []

@@ -19,7 +19,7 @@ from policy.deployment_file.diff import Change, Effect, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
-from serve.autoscaler.custom_policy_check import rehearse
+from serve.autoscaler.custom_policy_check import rehearse, rehearse_all
 from serve.autoscaler.policies import policies_for, policies_of
 from store.state_dir import StateDir
 from store.tls_files import days_left, ports_with_tls
@@ -199,8 +199,7 @@ def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -
 def _apply(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> bool:
     """Show the changes and apply them; returns whether none was refused."""
     document = deployment_file.load(file)
-    for spec in document.deployment.models:
-        rehearse(spec)
+    rehearse_all(document.deployment)
     changes = diff(parse(client.status().document), document.deployment)
     refused = [change for change in changes if change.effect is Effect.RESTART]
     # Sent without changes too: the controller then retries what failed and reads weight directories again.
