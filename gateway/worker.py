@@ -191,6 +191,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         shared,
         UploadBudget(gateway.upload_limits, partial(loop.call_later, RESUME_AFTER_S)),
         proxies=gateway.proxies,
+        refusal_headers=gateway.client.cors_headers,
     )
     background.start("garbage", _every(QUIET_EVERY_S, lambda: collect_if_quiet(client.connections)))
     admin = AdminServer(gateway.admin, certificates.of("gateway.admin_tls"))

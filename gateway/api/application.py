@@ -94,6 +94,10 @@ class Application(FastAPI):
         """Let web pages of ``origins`` use this port (``*``: of all)."""
         self._cors = Cors(self, origins) if origins else None
 
+    def cors_headers(self, received: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """The headers that let a page read an answer given before this application has the request."""
+        return [] if self._cors is None else self._cors.headers(received)
+
     async def _route(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
         """Serve by ``app``, mostly FastAPI's router. HEAD is GET without the body.
 

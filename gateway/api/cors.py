@@ -42,14 +42,19 @@ class Cors:
             return None
         return self._rules.preflight_response(headers)
 
-    def sender(self, scope: Scope, send: Send) -> Send:
-        """``send`` with the headers that let the page read the answer."""
+    def headers(self, received: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """The headers that let the page read the answer to a request with those that were ``received``."""
         more = [(b"vary", b"Origin")]
-        origin = dict(scope["headers"]).get(b"origin")
+        origin = received.get(b"origin")
         if origin is not None:
             more += self._simple
             if not self._rules.allow_all_origins and self._rules.is_allowed_origin(origin.decode("latin-1")):
                 more.append((b"access-control-allow-origin", origin))
+        return more
+
+    def sender(self, scope: Scope, send: Send) -> Send:
+        """``send`` with the headers that let the page read the answer."""
+        more = self.headers(dict(scope["headers"]))
 
         def send_with_headers(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -54,7 +54,8 @@ class Server:
 
     ``body_limit`` is called with each head: how large its body may be. With 0 the app serves it at once,
     without its body if it has one. ``on_refused`` is called with each refusal before the app, the
-    request's scope if its head was read, and its id. ``proxies`` may say who the client is.
+    request's scope if its head was read, and its id; ``refusal_headers`` with what was received of the
+    request's headers, for more headers of the answer. ``proxies`` may say who the client is.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Server:
         times: ServerTimeouts | None = None,
         max_connections: int | None = None,
         proxies: TrustedProxies | None = None,
+        refusal_headers: Callable[[dict[bytes, bytes]], list[tuple[bytes, bytes]]] = lambda received: [],
     ) -> None:
         loop = asyncio.get_running_loop()
         if not isinstance(loop, uvloop.Loop):
@@ -76,6 +78,7 @@ class Server:
         self._loop = loop
         self.body_limit = body_limit
         self.refused = on_refused
+        self.refusal_headers = refusal_headers
         self.uploads = uploads
         self.proxies = proxies or TrustedProxies()
         self._peers = peers

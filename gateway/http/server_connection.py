@@ -637,13 +637,14 @@ class ServerConnection:
         if self.ended or self._active is not None or self._ahead:
             return
         self.ended = True
-        scope = self._scope
-        headers = dict(scope["headers"]) if scope is not None else {}
-        request_id, _ = request_ids(headers.get(b"x-request-id"))
-        self._server.refused(refused, scope, request_id)
+        # Also of a head that is not complete or not valid, but not of the request before.
+        received = dict(self._headers) if self._reading else {}
+        request_id, _ = request_ids(received.get(b"x-request-id"))
+        self._server.refused(refused, self._scope, request_id)
         anthropic = is_anthropic(self._url.partition(b"?")[0].decode("latin-1"))
         body = refused.body(anthropic=anthropic)
         head = refused.headers() + id_headers(request_id, anthropic=anthropic)
+        head += self._server.refusal_headers(received)
         exchange = Exchange(self, b"", keep=False, http_1_1=True, headless=False)
         exchange.send({"type": "http.response.start", "status": refused.status, "headers": head})
         exchange.send({"type": "http.response.body", "body": body})

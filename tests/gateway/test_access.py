@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.fake_replica import ANSWER, Exchange, hold
-from tests.gateway.worker import Stack
+from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -95,6 +95,47 @@ async def test_route_key_and_size_are_checked_before_the_body_is_read(
     writer.write(f"{head}\r\nexpect: 100-continue\r\n\r\n".encode())
     assert (await reader.readline()).split()[1] == str(status).encode()
     writer.close()
+
+
+async def test_a_page_can_read_what_is_refused_before_the_body_is_read(shared: Stack) -> None:
+    page, chat = "https://app.example", "POST /v1/chat/completions"
+    shared.gateway["cors"] = [page]
+    shared.write_document()
+
+    async def allows(origin: str, line: str, *more: str) -> tuple[int, str | None, list[str]]:
+        """The status of the answer to a page of ``origin``, who may read it, and what it depends on."""
+        reader, writer = await asyncio.open_connection(*shared.client_socket.getsockname())
+        lines = [f"{line} HTTP/1.1", "host: x", *([f"origin: {origin}"] if origin else []), *more]
+        writer.write("\r\n".join([*lines, "", ""]).encode())
+        status, *head = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        writer.close()
+        headers = [(name, value) for name, _, value in (each.partition(": ") for each in head)]
+        varies = [value for name, value in headers if name == "vary"]
+        return int(status.split()[1]), dict(headers).get("access-control-allow-origin"), varies
+
+    async def is_in_force() -> bool:
+        return (await allows(page, "GET /health"))[1] == page
+
+    key, length = f"authorization: Bearer {WEB}", "content-length: 99999999"
+    try:
+        await until(is_in_force)
+        for status, line, *more in (
+            (401, chat, "authorization: Bearer wrong", length),
+            (404, "POST /v1/secret", key, length),
+            (405, "PUT /v1/chat/completions", key, length),
+            (413, chat, key, length),
+            (415, chat, key, "content-encoding: gzip", length),
+            (431, chat, key, length, *["x: y"] * 100),
+            (400, chat, key, length, "host: y"),
+        ):
+            assert await allows(page, line, *more) == (status, page, ["origin"])
+            assert await allows("https://evil.example", line, *more) == (status, None, ["origin"])
+            assert await allows("", line, *more) == (status, None, ["origin"])
+        wanted = "access-control-request-method: POST"
+        assert (await allows(page, "OPTIONS /v1/chat/completions", wanted))[:2] == (200, page)
+    finally:
+        del shared.gateway["cors"]
+        shared.write_document()
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class Port:
         self.limit = CAP
         self.budget = 100 * CAP
         self.refused: list[bytes] = []
+        self.refusal_headers: Callable[[dict[bytes, bytes]], list[tuple[bytes, bytes]]] = lambda received: []
         self.server: Server
         self.port = 0
         self._opened: list[asyncio.StreamWriter] = []
@@ -90,6 +91,7 @@ class Port:
             UploadBudget(lambda: (self.budget, self.budget)),
             times=times,
             max_connections=max_connections,
+            refusal_headers=self.refusal_headers,
         )
         sock = socket.create_server(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]
@@ -303,6 +305,34 @@ async def test_invalid_requests_are_refused(port: Port, data: bytes, status: int
     assert headers["connection"] == "close"
     assert [headers["x-request-id"].encode()] == port.refused
     assert len(body) < 4096
+
+
+NAMED = b"origin: https://app.example\r\nx-request-id: mine\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "origin"),
+    [
+        (HEAD + NAMED + b"content-length: 300001\r\n\r\n", "https://app.example"),
+        (
+            HEAD + NAMED + b"transfer-encoding: chunked\r\n\r\n50000\r\n" + b"x" * 0x50000,
+            "https://app.example",
+        ),
+        (HEAD + NAMED + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n", "https://app.example"),
+        (HEAD + NAMED + b"x: " + b"y" * 2 * MAX_HEAD_BYTES, "https://app.example"),
+        (b"POST / HTTP/1.1\r\n" + NAMED + b"\r\n", "https://app.example"),
+        (HEAD + b"content-length: 300001\r\n\r\n", "none"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\n" + NAMED + b"content-length: 0\r\n\r\nNONSENSE\r\n\r\n", "none"),
+    ],
+    ids=["length", "body", "many headers", "long head", "no host", "no origin", "of the request before"],
+)
+@on_uvloop
+async def test_a_refusal_has_headers_for_those_of_its_request(port: Port, data: bytes, origin: str) -> None:
+    port.refusal_headers = lambda received: [(b"x-origin", received.get(b"origin", b"none"))]
+    _, headers, _ = answers(await port.ask(data))[-1]
+    assert headers["x-origin"] == origin
+    assert (headers["x-request-id"] == "mine") == (origin != "none")
+    assert port.refused == [headers["x-request-id"].encode()]
 
 
 @pytest.mark.parametrize(
