@@ -42,6 +42,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return content_digest(self.files)
 
 
+_decode = msgspec.json.Decoder(Manifest).decode
+
+
 def content_digest(files: dict[str, Entry]) -> str:
     """sha256 over the sorted names and digests of the files: equal content, equal digest."""
     whole = hashlib.sha256()
@@ -89,7 +92,7 @@ def publish(part: Path, final: Path) -> None:
 def read(directory: Path) -> Manifest | None:
     """The manifest of ``directory``; ``None`` if it is missing or unreadable."""
     try:
-        return msgspec.json.decode((directory / NAME).read_bytes(), type=Manifest)
+        return _decode((directory / NAME).read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
 

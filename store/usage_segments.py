@@ -25,6 +25,7 @@ SLOTS: Final = 8191
 DIMS_BYTES: Final = 64 * 1024
 # Another version must not be read as this one.
 MAGIC: Final = 0x7469646575736501
+_decode_dims = msgspec.json.Decoder(UsageDims).decode
 
 
 class SegmentReader:
@@ -98,7 +99,7 @@ class SegmentReader:
             size = os.fstat(self._file).st_size
             lines = os.pread(self._file, size - self._size, self._size).partition(b"\0")[0].split(b"\n")
             try:
-                self._dims = [msgspec.json.decode(line, type=UsageDims) for line in lines[:-1]]
+                self._dims = [_decode_dims(line) for line in lines[:-1]]
             except ValueError:
                 return None
         return self._dims[number] if number < len(self._dims) else None

@@ -39,6 +39,9 @@ class Exemplar(msgspec.Struct, frozen=True, array_like=True):
         return self.metric, self.model, self.bucket
 
 
+_decode = msgspec.json.Decoder(list[Exemplar]).decode
+
+
 def shown(metric: str, model: str, bucket: int, example: Example, epoch: float) -> Exemplar | None:
     """The exemplar of ``example``; ``epoch`` is the Unix time at 0 of its clock."""
     value, at, request_id, traceparent = example
@@ -91,4 +94,4 @@ class ExemplarStore:
             if not Path(f"/proc/{pid}").exists():
                 path.unlink(missing_ok=True)
             elif pid != os.getpid():
-                yield from msgspec.json.decode(path.read_bytes(), type=list[Exemplar])
+                yield from _decode(path.read_bytes())

@@ -41,6 +41,7 @@ log = logging.getLogger("tidegate.controller")
 
 # A policy that takes longer is not waited for: replicas must be kept running meanwhile.
 PATIENCE_S = 2.0
+_decode_round = msgspec.json.Decoder(DecisionRound).decode
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +222,7 @@ class Autoscaler:
     def _decide(self, asked: DecisionRound, instances: Mapping[str, ModelPolicies]) -> DecisionRound:
         """Decide on exactly what the journal records, and save the memory; runs in a thread."""
         self._calibrations.learn(self.now())
-        made = msgspec.json.decode(msgspec.json.encode(asked), type=DecisionRound)
+        made = _decode_round(msgspec.json.encode(asked))
         decided = self._decided(made, instances)
         memories = self._kept.memories | {name: memory for name, (_, memory) in decided.items()}
         policies = self._kept.policies | made.policies

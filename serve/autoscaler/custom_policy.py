@@ -30,6 +30,7 @@ PATIENCE_S = 1.0
 _lock = threading.Lock()
 _loaded: dict[tuple[Path, int], Any] = {}
 _stamps: dict[str, int] = {}
+_decode_proposal = msgspec.json.Decoder(Proposal).decode
 
 
 def beside(choice: Choice, folder: Path) -> Choice:
@@ -130,7 +131,7 @@ def _checked(answer: object) -> tuple[Proposal | None, str]:
     if error := _invalid(answer):
         return None, error
     try:
-        return msgspec.json.decode(msgspec.json.encode(answer), type=Proposal), ""
+        return _decode_proposal(msgspec.json.encode(answer)), ""
     except (TypeError, ValueError, RecursionError) as raised:
         return None, f"returned a memory that JSON cannot express ({_describe(raised)})"
 

@@ -52,6 +52,7 @@ class DecisionRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
 
 
 Line = DecisionRound | SwitchOutcome
+_decode = msgspec.json.Decoder(Line).decode
 
 
 class Journal:
@@ -112,7 +113,7 @@ class Journal:
             with contextlib.suppress(FileNotFoundError):
                 for raw in _backwards(path):
                     with contextlib.suppress(msgspec.MsgspecError):
-                        yield msgspec.json.decode(raw, type=Line)
+                        yield _decode(raw)
 
     def forget(self, model: str) -> None:
         """Forget unwritten decisions of ``model``, which was removed."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from policy.config.convert import build
 from policy.errors import NotLeader, TidegateError, Unauthorized, Unreachable
 from policy.types import Fleet
 from policy.wire.accounting_api import Actor, Role, actor_headers
@@ -46,6 +47,9 @@ T = TypeVar("T")
 
 # Maximum silence of a stream, which has a line at least once a second.
 SILENT_S = 30.0
+
+# A supervisor asks in several threads.
+build(Fleet, LeaderStatus, ControllerStatus, StepLine)
 
 
 class ControllerClient:

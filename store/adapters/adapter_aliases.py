@@ -53,6 +53,9 @@ class _Declared(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[str, ...] | None
 
 
+_decode_declared = msgspec.json.Decoder(_Declared).decode
+
+
 class AdapterNames:
     """The aliases of all models in the database at ``url``; for any number of threads and processes.
 
@@ -120,7 +123,7 @@ class AdapterNames:
                 named = None if tenants is None else tuple(sorted(set(tenants)))
                 declaration = _Declared(content=content, tenants=named)
             if before is not None and before.declared:
-                former = msgspec.json.decode(before.declared, type=_Declared)
+                former = _decode_declared(before.declared)
             if before is None:
                 alias = Alias(model=model, name=name, revision=0, versions=kept, split=split, at=at)
                 after = AdapterRow(alias, origin, "", ())

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from policy.config.convert import build
 from policy.errors import AdapterRefused
 
 _invalid = partial(AdapterRefused, "not_an_adapter")
@@ -51,6 +52,10 @@ class _Entry(msgspec.Struct):
     # Bounded, so that the product of untrusted sizes stays cheap to compute.
     shape: Annotated[list[_Extent], Meta(max_length=16)]
     data_offsets: tuple[_Extent, _Extent]
+
+
+# Adapters are read in threads.
+build(_Entry)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:

@@ -14,6 +14,8 @@ import msgspec
 from policy.wire.accounting_api import AuditEntry
 from store.state_dir import StateDir, locked
 
+_decode = msgspec.json.Decoder(AuditEntry).decode
+
 
 def append(state: StateDir, entry: AuditEntry) -> None:
     """Add one entry; raises ``OSError``. It blocks for a write to the disk."""
@@ -36,7 +38,7 @@ def drain(state: StateDir, store: Callable[[Sequence[AuditEntry]], None]) -> Non
         entries = []
         for line in path.read_bytes().splitlines():
             try:
-                entries.append(msgspec.json.decode(line, type=AuditEntry))
+                entries.append(_decode(line))
             except msgspec.DecodeError:
                 continue
         store(entries)

@@ -14,6 +14,7 @@ from policy.wire.accounting_api import Role
 from store.tenancy.tables import admin_keys, api_keys
 
 _ID_BYTES = 8
+_decode_access = msgspec.json.Decoder(Access).decode
 
 
 class AnyKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +128,7 @@ def _rows(
 
 def _key(row: Any) -> KeyRecord:
     fields = row._asdict()
-    return KeyRecord(**fields | {"access": msgspec.json.decode(fields["access"], type=Access)})
+    return KeyRecord(**fields | {"access": _decode_access(fields["access"])})
 
 
 def _admin_key(row: Any) -> AdminKeyRecord:

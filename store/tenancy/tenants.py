@@ -10,6 +10,8 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from policy.config.tenancy import Tenant
 from store.tenancy.tables import tenants
 
+_decode_tenant = msgspec.json.Decoder(Tenant).decode
+
 
 class TenantRecord(NamedTuple):
     """A tenant; ``blocked``: its keys are refused."""
@@ -53,4 +55,4 @@ def _values(record: TenantRecord) -> dict[str, Any]:
 
 
 def _record(row: Any) -> TenantRecord:
-    return TenantRecord(msgspec.json.decode(row.settings, type=Tenant), row.blocked, row.created)
+    return TenantRecord(_decode_tenant(row.settings), row.blocked, row.created)
