@@ -119,10 +119,11 @@ def test_apply_is_atomic(running: Site) -> None:
     assert running.tidegate("apply", str(running.file))[1] == "No changes.\n"
     assert stored.stat().st_ino != written
 
-    running.write(queue_timeout_s=7, port=running.port + 1)
+    (other,) = free_ports(1)
+    running.write(queue_timeout_s=7, port=other)
     code, out, err = running.tidegate("apply", str(running.file))
     assert (code, "only after down and up" in out) == (5, True)
-    assert f"gateway.port: got {running.port + 1}, expected {running.port}" in err
+    assert f"gateway.port: got {other}, expected {running.port}" in err
     assert stored.read_bytes() == before
 
     running.write(queue_timeout_s=7)
