@@ -81,15 +81,19 @@ class Reporter:
     async def report(self, *, last: bool = False) -> GatewayReport:
         specs = [spec for spec in self.deployment().models if spec.is_scaled]
         drains = {spec.name: await self.admission.drain_s(spec.name) for spec in specs}
-        running = self.running()
+        streams = self.running()
+        running: dict[str, tuple[int, int]] = {}
+        for spec in specs:
+            begun, produced = streams.get(spec.name, (0, 0))
+            whole, expected = await self.admission.whole_answers(spec.name)
+            running[spec.name] = begun + whole, produced + expected
         self._number += 1
         return GatewayReport(
             worker=self._worker,
             number=self._number,
             since_s=self._clock() - self._began,
             models={
-                spec.name: self._model(spec.name, running.get(spec.name, (0, 0)), drains[spec.name])
-                for spec in specs
+                spec.name: self._model(spec.name, running[spec.name], drains[spec.name]) for spec in specs
             },
             last=last,
             detail=self._detail() if self._detailed else None,

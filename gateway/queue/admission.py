@@ -80,6 +80,26 @@ class Admission:
             longest_s = max(longest_s, dispatcher.drain_s(queue.clock(), part))
         return longest_s
 
+    async def whole_answers(self, model: str) -> tuple[int, int]:
+        """The answers of ``model`` that run and are no streams, and the tokens that they should have by now.
+
+        They would be unseen until they end otherwise. Only those count that should have begun.
+        """
+        queue = self._queues.get(model)
+        if queue is None:
+            return 0, 0
+        now, answers, tokens = queue.clock(), 0, 0
+        for number, ticket in enumerate(list(queue.dispatcher.running)):
+            if number % DRAINS_A_TURN == DRAINS_A_TURN - 1:
+                await asyncio.sleep(0)
+            if ticket.shows_tokens or ticket.quote is None or not ticket.request.output_tokens:
+                continue
+            request, ran_s = ticket.request, now - ticket.taken_at
+            if produced := self.routers.produced_tokens(request, ticket.quote.candidate, ran_s):
+                answers += 1
+                tokens += produced
+        return answers, tokens
+
     def replica_changed(self, model: str) -> None:
         if (queue := self._queues.get(model)) is not None:
             queue.replica_changed()

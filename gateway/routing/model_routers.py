@@ -95,6 +95,15 @@ class ModelRouters:
         """How long a request that has run for ``ran_s`` seconds there is expected to run on."""
         return self._of(request.model).remaining_s(request, candidate, ran_s)
 
+    def produced_tokens(self, request: Request, candidate: Candidate, ran_s: float) -> int:
+        """How much of its answer is expected after ``ran_s`` seconds; 0 where it is not known how fast."""
+        router = self._of(request.model)
+        if not router.service_s(request, [candidate]):
+            return 0
+        first_s = router.stays_s(request, candidate, 0)
+        produced = int(max(0.0, ran_s - first_s) / (router.stays_s(request, candidate, 1) - first_s))
+        return min(produced, request.limit_tokens) if request.limit_tokens else produced
+
     def began(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
         """``request`` was sent to the candidate of ``quote``; returns the hashes that are new there."""
         new_hashes = self._routers[request.model].began(request, quote.candidate, at)

@@ -86,6 +86,11 @@ class Ticket(Generic[R]):
     def queued(self) -> bool:
         return self.request.ticket in self.dispatcher.waiting
 
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether its answer is seen as it is produced: it was sent, and is a stream."""
+        return self._sent_at is not None
+
     def is_abandoned(self) -> bool:
         """Whether its client has left while it waits, so that it must not be given a slot."""
         return False

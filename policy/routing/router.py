@@ -222,14 +222,13 @@ class Router:
         if not candidates:
             return 0.0
         fullest = max(candidates, key=lambda candidate: candidate.in_flight)
-        timed = fullest.timing is not None and fullest.timing.model is not None
-        if not timed and self.settings.assumed is GENERIC:
+        if self.settings.assumed is GENERIC and (fullest.timing is None or fullest.timing.model is None):
             return 0.0
-        return self._stays_s(request, fullest, request.output_tokens)
+        return self.stays_s(request, fullest, request.output_tokens)
 
     def longest_s(self, request: Request, candidate: Candidate) -> float:
         """How long ``request`` runs there, in seconds, if its answer is a long one."""
-        return self._stays_s(request, candidate, request.long_tokens)
+        return self.stays_s(request, candidate, request.long_tokens)
 
     def remaining_s(self, request: Request, candidate: Candidate, ran_s: float) -> float:
         """How long a request that has run for ``ran_s`` seconds there is expected to run on.
@@ -237,12 +236,13 @@ class Router:
         As predicted; one that runs longer than that as long again, within its limit. One beyond its limit is
         slower than predicted, and expected to end soon.
         """
-        expected_s = self._stays_s(request, candidate, request.output_tokens) - ran_s
+        expected_s = self.stays_s(request, candidate, request.output_tokens) - ran_s
         limit = request.limit_tokens
-        left_s = self._stays_s(request, candidate, limit) - ran_s if limit else ran_s
+        left_s = self.stays_s(request, candidate, limit) - ran_s if limit else ran_s
         return max(expected_s, min(ran_s, left_s if left_s > 0.0 else OVERDUE_S))
 
-    def _stays_s(self, request: Request, candidate: Candidate, output_tokens: int) -> float:
+    def stays_s(self, request: Request, candidate: Candidate, output_tokens: int) -> float:
+        """How long ``request`` runs there, in seconds, with an answer of ``output_tokens``."""
         table = step_table_of(candidate.timing, self.settings.assumed)
         return table.stays_s(request, candidate.in_flight, output_tokens, self._gaps.factor)
 

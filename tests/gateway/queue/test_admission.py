@@ -24,6 +24,7 @@ from policy.admission.dispatcher import MOST_GRANTED
 from policy.admission.retry_policy import AttemptOutcome
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
+from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Load, Priority
@@ -31,6 +32,11 @@ from tests.gateway.fake_replica import ready_replica
 from tests.gateway.virtual_time import run_virtual
 
 WAIT_S = 60.0
+# Steps of 10 ms, whatever runs.
+TIMING = Timing(
+    limits=Limits(max_num_batched_tokens=8192, max_num_seqs=64, kv_tokens=1_000_000),
+    model=EngineModel(o=0.01, w=0.0, c=1e-7, g=0.0, r=0.0),
+)
 MAX_BYTES = 10_000
 
 
@@ -452,6 +458,33 @@ async def test_no_request_is_predicted_to_be_late_while_replicas_close_or_give_w
     assert not any(asked.done() for asked in waits)
     for asked in waits:
         await leave(asked)
+
+
+def test_whole_answers_count_with_the_tokens_that_they_should_have() -> None:
+    """A burst of long ones was unseen until the first of them ended."""
+
+    found: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        queues = Queues(bound=8)
+        served, clock = queues.alpha, asyncio.get_running_loop().time
+        served.handles[0].view.timing = TIMING
+        stream = await queues.fill(served, prompt_tokens=20, output_tokens=100)
+        stream.began(clock())
+        for limit_tokens in (0, 300):
+            whole = await queues.fill(served, prompt_tokens=20, output_tokens=100, limit_tokens=limit_tokens)
+            whole.began(clock(), streams=False)
+        await queues.fill(served, prompt_tokens=20)  # an embedding
+        found.append(await queues.admission.whole_answers("alpha"))
+        for _ in range(2):
+            await asyncio.sleep(10.0)
+            found.append(await queues.admission.whole_answers("alpha"))
+
+    run_virtual(main)
+    at_once, soon, later = found
+    assert at_once == (0, 0)
+    assert soon == (2, pytest.approx(1000 + 300, rel=0.05))
+    assert later == (2, pytest.approx(2000 + 300, rel=0.05))
 
 
 async def test_a_replica_that_drains_soon_takes_only_what_ends_before() -> None:
