@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -33,7 +33,8 @@ class KubernetesApi:
     unless it is ``slow``, and end ``drain_s`` after they were deleted, the newest first. If it is set,
     ``endpoint`` is one of the service while any pod is ready. A write that does not follow the version that
     it names is refused. ``refuses`` gives the status of a request (method, path and query) that is, or 0.
-    ``selects``: `scale` says which pods are replicas.
+    ``selects``: `scale` says which pods are replicas. A request that is no watch waits for
+    ``before`` and its answer for ``after``: they are called with its method, path and query.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,8 @@ class KubernetesApi:
         self.pod_port = 8000
         self.refuses: Callable[[str], int] = lambda asked: 0
         self.selects = True
+        self.before: Callable[[str], Awaitable[None]] = _at_once
+        self.after: Callable[[str], Awaitable[None]] = _at_once
         self._version = 1
         self._objects: dict[str, dict[str, dict[str, Any]]] = {}
         self._history: list[tuple[str, dict[str, Any]]] = []
@@ -86,7 +89,7 @@ class KubernetesApi:
         }
         if pod:
             found["targetRef"] = {"kind": "Pod", "name": pod, "uid": f"uid of {pod}"}
-        self._change(SLICES, endpoint, {
+        self.change(SLICES, endpoint, {
             "metadata": {"labels": {"kubernetes.io/service-name": "vllm", **more.pop("labels", {})}},
             "endpoints": [found],
             "ports": [{"port": 9, "name": "metrics"}, {"port": int(port), "name": port_name}],
@@ -94,28 +97,28 @@ class KubernetesApi:
 
     def put_service(self, selector: dict[str, str]) -> None:
         """Add the service `vllm`, or change which pods it selects."""
-        self._change(SERVICES, "vllm", {"metadata": {}, "spec": {"selector": selector}})
+        self.change(SERVICES, "vllm", {"metadata": {}, "spec": {"selector": selector}})
 
     def put_pod(
         self, name: str, labels: dict[str, str] | None = None, annotations: dict[str, str] | None = None
     ) -> None:
         """Add a pod of the service `vllm`, or change its labels and annotations."""
         metadata = {"uid": f"uid of {name}", "labels": {"app": "vllm"} | (labels or {})}
-        self._change(PODS, name, {"metadata": metadata | {"annotations": annotations or {}}})
+        self.change(PODS, name, {"metadata": metadata | {"annotations": annotations or {}}})
 
     def delete(self, endpoint: str) -> None:
         self._remove(SLICES, endpoint)
 
     def workload(self, collection: str, name: str, replicas: int = 0) -> None:
         """Add a workload."""
-        self._change(collection, name, {"metadata": {}, "spec": {"replicas": replicas}})
+        self.change(collection, name, {"metadata": {}, "spec": {"replicas": replicas}})
         self._settle(collection, name)
 
     def scale(self, collection: str, name: str, replicas: int) -> None:
         """Set the count of a workload."""
         found = self._objects[collection][name]
         if found["spec"]["replicas"] != replicas:
-            self._change(collection, name, {**found, "spec": {"replicas": replicas}})
+            self.change(collection, name, {**found, "spec": {"replicas": replicas}})
             self._settle(collection, name)
 
     def pods(self, owner: str) -> list[dict[str, Any]]:
@@ -126,7 +129,7 @@ class KubernetesApi:
     def become_ready(self) -> None:
         """Let all pods start."""
         for pod in list(self._objects.get(PODS, {}).values()):
-            self._change(PODS, pod["metadata"]["name"], {**pod, "status": self._status(ready=True)})
+            self.change(PODS, pod["metadata"]["name"], {**pod, "status": self._status(ready=True)})
 
     def of(self, collection: str, name: str) -> dict[str, Any]:
         return self._objects[collection][name]
@@ -154,7 +157,7 @@ class KubernetesApi:
         for i in range(GROUP if collection == LEADER_WORKER_SETS else 1):
             labels = {"app": owner} | ({WORKER_INDEX: str(i)} if collection == LEADER_WORKER_SETS else {})
             metadata = {"uid": f"{next(self._numbers):08}", "labels": labels, "of": collection}
-            self._change(PODS, f"{name}-{i}" if i else name, {
+            self.change(PODS, f"{name}-{i}" if i else name, {
                 "metadata": metadata | {"creationTimestamp": created},
                 "spec": {"nodeName": "node-1", "containers": [{"ports": ports}]},
                 "status": self._status(ready=not self.slow),
@@ -170,14 +173,15 @@ class KubernetesApi:
         for each in (name, *(f"{name}-{i}" for i in range(1, GROUP))):
             if (pod := self._objects[PODS].get(each)) is not None:
                 metadata = pod["metadata"] | {"deletionTimestamp": datetime.now(UTC).isoformat()}
-                self._change(PODS, each, {**pod, "metadata": metadata})
+                self.change(PODS, each, {**pod, "metadata": metadata})
                 asyncio.get_running_loop().call_later(grace_s, self._ended, each, pod["metadata"])
 
     def _ended(self, name: str, metadata: dict[str, Any]) -> None:
         self._remove(PODS, name)
         self._settle(metadata["of"], metadata["labels"]["app"])
 
-    def _change(self, collection: str, name: str, content: dict[str, Any]) -> None:
+    def change(self, collection: str, name: str, content: dict[str, Any]) -> None:
+        """Write an object, as a client that names no version does."""
         objects = self._objects.setdefault(collection, {})
         kind = "MODIFIED" if name in objects else "ADDED"
         self._version += 1
@@ -217,7 +221,9 @@ class KubernetesApi:
                 query = parse_qs(parts.query)
                 refused = self.refuses(f"{method} {target}")
                 if "watch" not in query or refused:
+                    await self.before(f"{method} {target}")
                     found = refused or self._called(method, unquote(parts.path), query, body)
+                    await self.after(f"{method} {target}")
                     status = found if isinstance(found, int) else 200
                     data = json.dumps(found).encode()
                     writer.write(b"HTTP/1.1 %d -\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
@@ -254,7 +260,7 @@ class KubernetesApi:
             version = body.get("metadata", {}).pop("resourceVersion", metadata["resourceVersion"])
             if version != metadata["resourceVersion"]:
                 return 409
-            self._change(collection, name, merged(self._objects[collection][name], body))
+            self.change(collection, name, merged(self._objects[collection][name], body))
             self._settle(collection, name)
         found = self._objects[collection][name]
         selector = f"app={name}" + (f",{WORKER_INDEX}=0" if collection == LEADER_WORKER_SETS else "")
@@ -278,6 +284,10 @@ class KubernetesApi:
             await changed.wait()
             if self._server is not None and not self._server.is_serving():
                 return
+
+
+async def _at_once(asked: str) -> None:
+    """No pause."""
 
 
 def _matches(found: dict[str, Any], query: dict[str, list[str]]) -> bool:

@@ -132,7 +132,7 @@ class KubernetesActuator:
             await pods.close()
         self._pods.clear()
 
-    async def report(self, take: Callable[[Heartbeat], Orders | None]) -> None:
+    async def report(self, take: Callable[[Heartbeat], Orders | None], *, every_s: float = REPORT_S) -> None:
         """Send heartbeats of all pods to ``take``, until cancelled; a pod that must leave is deleted."""
         # Pods get none of Tidegate's secrets.
         async with httpx.AsyncClient(timeout=METRICS_TIMEOUT_S, trust_env=False) as client:
@@ -147,7 +147,7 @@ class KubernetesActuator:
                             await self._pods.pop(key).close()
                 except ActuatorFailed as error:
                     log.warning("%s", error)
-                await asyncio.sleep(REPORT_S)
+                await asyncio.sleep(every_s)
 
     def _note(self, spec: ModelSpec) -> None:
         """Look at the places of a model's workloads from now on."""

@@ -13,7 +13,6 @@ import pytest
 
 from policy.config.deployment import Cluster, Deployment
 from policy.wire.heartbeat import Heartbeat, Orders
-from serve.actuator import kubernetes
 from serve.actuator.interface import Actuator
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.actuator.local import LocalActuator
@@ -56,7 +55,7 @@ class ReportingActuator(KubernetesActuator):
 
     def __init__(self, state: StateDir, deployment: Deployment, take: Callable[[Heartbeat], Orders | None]):
         super().__init__(state, deployment.models)
-        self._reporting = asyncio.create_task(self.report(take))
+        self._reporting = asyncio.create_task(self.report(take, every_s=0.02))
 
     async def close(self) -> None:
         self._reporting.cancel()
@@ -79,13 +78,6 @@ def workloads(root: Path, kind: str) -> Iterator[Backend]:
             numbered=KINDS[kind] in NUMBERED,
         )
         yield made
-
-
-@contextmanager
-def patched_reports() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kubernetes, "REPORT_S", 0.02)
-        yield
 
 
 def orders_of(head: RayHead, dashboard: str, token: str, term: int) -> Actuator:
@@ -117,7 +109,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         yield made
         return
     if request.param in KINDS:
-        with patched_reports(), workloads(tmp_path, request.param) as made:
+        with workloads(tmp_path, request.param) as made:
             yield made
         return
     if request.param.startswith("ray"):

@@ -17,10 +17,10 @@ from policy.errors import ActuatorFailed, ConfigError, NotLeader
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
-from serve.actuator import kubernetes
 from serve.actuator.by_engine import ActuatorByEngine
+from serve.actuator.interface import deployment_id
 from serve.actuator.kubernetes import KubernetesActuator
-from serve.actuator.workload_objects import ANNOTATION, LABEL, Workload, WorkloadObject
+from serve.actuator.workload_objects import ANNOTATION, LABEL, Workload, Workloads
 from serve.controller.controller import Controller
 from store.kubernetes.api_server import Metadata
 from store.state_dir import StateDir
@@ -46,11 +46,6 @@ vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:prompt_tokens_total{engine="0"} 1e+03
 vllm:generation_tokens_total{engine="0"} 10.0
 """
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "REPORT_S", 0.02)
 
 
 @pytest.fixture
@@ -85,7 +80,10 @@ async def controlling(state: StateDir, *models: dict[str, Any]) -> AsyncIterator
         ActuatorByEngine(MemoryActuator(cluster), workloads), state, 1, lambda: FakeAdapterStore(state.root),
         wall=time.time, monotonic=time.monotonic,
     )  # fmt: skip
-    tasks = [asyncio.create_task(work) for work in (workloads.report(controller.beat), controller.run())]
+    tasks = [
+        asyncio.create_task(work)
+        for work in (workloads.report(controller.beat, every_s=0.02), controller.run())
+    ]
     try:
         await controller.wait_until_restored()
         yield controller
@@ -160,7 +158,9 @@ async def test_what_pods_report(api: KubernetesApi, state: StateDir) -> None:
     (spec,) = deployment(external_model(api.url)).models
     actuator = KubernetesActuator(state, [spec])
     beats: dict[str, Heartbeat] = {}
-    reporting = asyncio.create_task(actuator.report(lambda beat: beats.update({beat.replica.id: beat})))
+    reporting = asyncio.create_task(
+        actuator.report(lambda beat: beats.update({beat.replica.id: beat}), every_s=0.02)
+    )
     await actuator.deploy(SMALL, spec, None, "d", 1)
     await eventually(lambda: bool(beats))
     (name,) = beats
@@ -171,7 +171,7 @@ async def test_what_pods_report(api: KubernetesApi, state: StateDir) -> None:
     pod = api.of(PODS, "small-0")
     waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
     fails = {"restartCount": 2, "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "boom"}}}
-    api._change(PODS, "small-0", {**pod, "status": {"conditions": [waits], "containerStatuses": [fails]}})
+    api.change(PODS, "small-0", {**pod, "status": {"conditions": [waits], "containerStatuses": [fails]}})
     await eventually(lambda: beats[name].replica.failures == 2)
     assert beats[name].replica.reason == "boom"
     held = (await actuator.layers())[SMALL]
@@ -183,7 +183,7 @@ async def test_what_pods_report(api: KubernetesApi, state: StateDir) -> None:
     load = replica.load
     assert (load.in_flight, load.running, load.waiting, load.kv_used, load.tokens) == (6, 5, 1, 0.25, 1010)
     # A pod that was evicted stays for a while, with its condition.
-    api._change(PODS, "small-0", {**pod, "status": {"phase": "Failed"}})
+    api.change(PODS, "small-0", {**pod, "status": {"phase": "Failed"}})
     await eventually(lambda: beats[name].replica.state is ReplicaPhase.STOPPED)
     reporting.cancel()
     await actuator.close()
@@ -194,7 +194,7 @@ async def test_failures_name_their_cause_and_keep_the_layers(api: KubernetesApi,
     (spec,) = deployment(external_model(api.url)).models
     actuator = KubernetesActuator(state, [spec])
     await actuator.deploy(SMALL, spec, None, "d", 1)
-    api._change(DEPLOYMENTS, "large", {"metadata": {"labels": {LABEL: "beef"}}, "spec": {"replicas": 2}})
+    api.change(DEPLOYMENTS, "large", {"metadata": {"labels": {LABEL: "beef"}}, "spec": {"replicas": 2}})
     with pytest.raises(ActuatorFailed, match="deployment/large is scaled by another deployment, beef"):
         await actuator.deploy(LARGE, spec, None, "d", 1)
     (gone,) = deployment(external_model(api.url, name="n", kubernetes={"namespace": "none"})).models
@@ -222,44 +222,46 @@ async def test_one_workload_that_is_broken_holds_up_no_other(
     await actuator.deploy(LARGE, spec, None, "d", 1)
     assert set(await actuator.layers()) == {SMALL, LARGE}
     broken = {"metadata": {"annotations": {ANNOTATION: "{"}}}
-    api._change(DEPLOYMENTS, "large", merged(api.of(DEPLOYMENTS, "large"), broken))
-    assert set(await actuator._last.ask()) == {SMALL}
+    api.change(DEPLOYMENTS, "large", merged(api.of(DEPLOYMENTS, "large"), broken))
+    # A controller that begins now asks at once.
+    begun = KubernetesActuator(state, [spec])
+    assert set(await begun.layers()) == {SMALL}
     assert "deployment/large: its scale has no selector" in caplog.text
     assert f"deployment/large has the label {LABEL}, but its annotation {ANNOTATION} is broken" in caplog.text
     await actuator.deploy(LARGE, spec, None, "d", 1)
     assert set(await actuator.layers()) == {SMALL, LARGE}
-    await actuator.close()
+    for each in (actuator, begun):
+        await each.close()
 
 
 @pytest.mark.parametrize("paused", ["GET", "PATCH"], ids=["after it read", "between mark and scale"])
 @pytest.mark.parametrize("collection", [STATEFUL_SETS, DEPLOYMENTS, LEADER_WORKER_SETS])
 async def test_what_a_paused_leader_writes_after_the_next_one_is_refused(
-    api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch, collection: str, paused: str
+    api: KubernetesApi, state: StateDir, collection: str, paused: str
 ) -> None:
     api.workload(collection, "own", replicas=2)
     model = external_model(api.url)
-    model["shapes"]["small"]["workload"] = f"{collection.rpartition('/')[2][:-1]}/own"
+    model["shapes"]["small"]["workload"] = named = f"{collection.rpartition('/')[2][:-1]}/own"
     (spec,) = deployment(model).models
     one, two = (KubernetesActuator(state, [spec], term) for term in (1, 2))
     assert set(await one.layers()) == {SMALL}
-    call = one._api._call
+    pauses = [f"{paused} {collection}/own"]
 
-    async def slow(workload: Workload, method: str, path: str, *more: Any, **named: Any) -> bytes:
-        answer = await call(workload, method, path, *more, **named)
-        if (method, path) == (paused, workload.path):
-            monkeypatch.setattr(one._api, "_call", call)
+    async def follow(asked: str) -> None:
+        if asked in pauses:
+            pauses.clear()
             await two.scale(SMALL, 3)
-        return answer
 
-    monkeypatch.setattr(one._api, "_call", slow)
+    api.after = follow
     late = "an order of term 1 comes after one of term 2"
     with pytest.raises(NotLeader, match=late):
         await one.scale(SMALL, 1)
     # The new leader changed nothing of this one yet, and has begun its term there.
+    service, writes = spec.discovery.kubernetes, Workloads(deployment_id(state), 1)
     for order in (
         one.deploy(LARGE, spec, None, "d", 1), one.delete(SMALL), one.stop(),
-        one._api.write(Workload.of(spec.discovery.kubernetes, "deployment/large"), None, 1),
-        one._api.delete_pod(one._found[SMALL].workload, Metadata(name="own-0"), 0),
+        writes.write(Workload.of(service, "deployment/large"), None, 1),
+        writes.delete_pod(Workload.of(service, named), Metadata(name="own-0"), 0),
     ):  # fmt: skip
         with pytest.raises(NotLeader, match=late):
             await order
@@ -270,64 +272,56 @@ async def test_what_a_paused_leader_writes_after_the_next_one_is_refused(
         await actuator.close()
 
 
-async def test_a_pod_is_deleted_after_the_term_was_written(
-    api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pod_is_deleted_after_the_term_was_written(api: KubernetesApi) -> None:
     """A leader that is paused before is refused; one whose pod changes meanwhile writes its term again."""
     (spec,) = deployment(external_model(api.url)).models
-    one, two = (KubernetesActuator(state, [spec], term) for term in (1, 2))
-    await one.deploy(SMALL, spec, None, "d", 2)
-    workload = one._found[SMALL].workload
-    call, calls = one._api._call, list[str]()
+    workload = Workload.of(spec.discovery.kubernetes, "statefulset/small")
+    one, two = (Workloads("beef", term) for term in (1, 2))
+    api.scale(STATEFUL_SETS, "small", 2)
     first, second = (
         Metadata(name=name, uid=api.of(PODS, name)["metadata"]["uid"]) for name in ("small-0", "small-1")
     )
+    calls: list[str] = []
 
-    async def watched(workload: Workload, method: str, path: str, *more: Any, **named: Any) -> bytes:
+    async def watch(asked: str) -> None:
         if calls == ["PATCH", "GET"]:  # a status of the pod
-            api._change(PODS, "small-0", api.of(PODS, "small-0"))
-        if (method, path) != ("GET", workload.path):
-            calls.append(method)
-        return await call(workload, method, path, *more, **named)
+            api.change(PODS, "small-0", api.of(PODS, "small-0"))
+        if asked != f"GET {workload.path}":
+            calls.append(asked.partition(" ")[0])
 
-    monkeypatch.setattr(one._api, "_call", watched)
-    await one._api.delete_pod(workload, first, 0)
+    api.before = watch
+    await one.delete_pod(workload, first, 0)
     assert calls == ["PATCH", "GET", "DELETE"] * 2
-    assert api.of(PODS, "small-0")["metadata"]["uid"] != first.uid
+    await eventually(lambda: api.of(PODS, "small-0")["metadata"]["uid"] != first.uid)
+    pauses = [f"PATCH {workload.path}"]
 
-    async def paused(workload: Workload, method: str, *more: Any, **named: Any) -> bytes:
-        if method == "PATCH":
-            await two.scale(SMALL, 3)
-        return await call(workload, method, *more, **named)
+    async def follow(asked: str) -> None:
+        if asked in pauses:
+            pauses.clear()
+            await two.write(workload, None, 3)
 
-    monkeypatch.setattr(one._api, "_call", paused)
+    api.before = follow
     with pytest.raises(NotLeader, match="an order of term 1 comes after one of term 2"):
-        await one._api.delete_pod(workload, second, 0)
+        await one.delete_pod(workload, second, 0)
     assert api.of(PODS, "small-1")["metadata"]["uid"] == second.uid
-    for actuator in (one, two):
-        await actuator.close()
 
 
-async def test_writes_of_others_are_no_failure(
-    api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_writes_of_others_are_no_failure(api: KubernetesApi, state: StateDir) -> None:
     (spec,) = deployment(external_model(api.url)).models
     actuator = KubernetesActuator(state, [spec], 1)
     await actuator.deploy(SMALL, spec, None, "d", 1)
-    read, writes = actuator._api.read, [0]
+    writes = 3
 
-    async def then_status(workload: Workload) -> WorkloadObject | None:
-        found = await read(workload)
-        if writes[0] > 0:
-            writes[0] -= 1
-            api._change(STATEFUL_SETS, "small", api.of(STATEFUL_SETS, "small"))
-        return found
+    async def write(asked: str) -> None:
+        nonlocal writes
+        if asked == f"GET {STATEFUL_SETS}/small" and writes > 0:
+            writes -= 1
+            api.change(STATEFUL_SETS, "small", api.of(STATEFUL_SETS, "small"))
 
-    monkeypatch.setattr(actuator._api, "read", then_status)
-    writes[0] = 3
+    api.after = write
     await actuator.scale(SMALL, 2)
-    assert counts(api) == (2, 0)
-    writes[0] = 100
+    assert (counts(api), writes) == ((2, 0), 0)
+    writes = 100
     with pytest.raises(ActuatorFailed, match="statefulset/small: others wrote before each of 10 attempts"):
         await actuator.scale(SMALL, 3)
     await actuator.close()
