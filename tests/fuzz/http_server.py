@@ -13,9 +13,9 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.server import Server
-from gateway.http.server_connection import ServerConnection
 from gateway.http.upload_budget import UploadBudget
 from gateway.routing.shared_counters import LOCAL
+from tests.gateway.http.memory_client import MemoryClient
 
 LIMIT = 4096
 HEAD = b"POST /v1 HTTP/1.1\r\nhost: x\r\n"
@@ -41,43 +41,6 @@ WORDS = [
     b"0\r\n\r\n", b"expect: 100-continue", b"connection: close", b"HEAD / HTTP/1.1\r\n", b"\0", b"\r",
 ]  # fmt: skip
 _CHANGING = re.compile(rb"date: [^\r]*|x-request-id: [^\r]*")
-
-
-class Transport:
-    """A client that reads at once what is sent to it."""
-
-    def __init__(self) -> None:
-        self.sent = b""
-        self.closed = False
-
-    def write(self, data: bytes) -> None:
-        self.sent += b"" if self.closed else bytes(data)
-
-    def writelines(self, parts: Any) -> None:
-        for part in parts:
-            self.write(part)
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def write_eof(self) -> None:
-        """No more is sent."""
-
-    def get_extra_info(self, name: str) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else None
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        """All is read."""
-
-    resume_reading = pause_reading
 
 
 class Site:
@@ -109,23 +72,15 @@ class Site:
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def _talk(self, parts: list[bytes]) -> bytes:
-        transport, connection = Transport(), ServerConnection(self.server)
-        connection.connection_made(transport)  # type: ignore[arg-type]
+        client = MemoryClient(self.server)
         for part in parts:
-            at = 0
-            while at < len(part) and not transport.closed:
-                buffer = connection.get_buffer(-1)
-                size = min(len(buffer), len(part) - at)
-                buffer[:size] = part[at : at + size]
-                connection.buffer_updated(size)
-                at += size
-                await asyncio.sleep(0)
+            await client.send(part)
         for _ in range(40):
             await asyncio.sleep(0)
-        connection.connection_lost(None)
+        client.connection.connection_lost(None)
         for _ in range(5):
             await asyncio.sleep(0)
-        return transport.sent
+        return client.received
 
     def talk(self, parts: list[bytes]) -> tuple[list[tuple[Any, ...]], bytes]:
         """The requests that the app was asked, and all that was answered."""
@@ -133,8 +88,8 @@ class Site:
         sent = self.loop.run_until_complete(self._talk(parts))
         if self.failure is not None:
             raise self.failure
-        assert not self.server._connections
-        assert not self.server._tasks
+        assert self.server.connections == 0
+        assert not asyncio.all_tasks(self.loop)
         return list(self.seen), sent
 
 

@@ -13,9 +13,11 @@ import re
 import resource
 import socket
 import ssl
+import struct
 import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from time import monotonic
 
 import pytest
 import uvloop
@@ -24,7 +26,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.asgi_exchange import SENT, Exchange
-from gateway.http.read_turns import MOST_CLOSED, STARTS_S, RequestStarts, read_turns
+from gateway.http.read_turns import MOST_CLOSED, STARTS_S, read_turns
 from gateway.http.server import (
     SWEPT_AT_ONCE,
     Server,
@@ -43,6 +45,7 @@ from gateway.http.server_connection import (
 from gateway.http.upload_budget import UploadBudget
 from gateway.routing.shared_counters import LOCAL
 from tests.gateway.fake_replica import reset
+from tests.gateway.http.memory_client import MemoryClient
 from tests.gateway.worker import until
 
 CAP = 300_000
@@ -73,13 +76,16 @@ class Port:
         self.app: App = echo
         self.limit = CAP
         self.budget = 100 * CAP
+        self.address_budget: int | None = None
         self.refused: list[bytes] = []
         self.refusal_headers: Callable[[dict[bytes, bytes]], list[tuple[bytes, bytes]]] = lambda received: []
         self.server: Server
         self.port = 0
         self._opened: list[asyncio.StreamWriter] = []
 
-    async def start(self, *, times: ServerTimeouts | None = None, max_connections: int | None = None) -> None:
+    def make(self, *, times: ServerTimeouts | None = None, max_connections: int | None = None) -> None:
+        """The server, which accepts no connections yet."""
+
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self.app(scope, receive, send)
 
@@ -88,14 +94,20 @@ class Port:
             lambda scope: self.limit,
             lambda refused, scope, request_id: self.refused.append(request_id),
             LOCAL,
-            UploadBudget(lambda: (self.budget, self.budget)),
+            UploadBudget(lambda: (self.budget, self.address_budget or self.budget)),
             times=times,
             max_connections=max_connections,
             refusal_headers=self.refusal_headers,
         )
+
+    async def listen(self) -> None:
         sock = socket.create_server(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]
         await self.server.start(sock, None if self.tls is None else lambda: self.tls[0])
+
+    async def start(self, *, times: ServerTimeouts | None = None, max_connections: int | None = None) -> None:
+        self.make(times=times, max_connections=max_connections)
+        await self.listen()
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if not self.port:
@@ -114,7 +126,23 @@ class Port:
     async def close(self) -> None:
         for writer in self._opened:
             writer.close()
-        await self.server.drain(0.01)
+        if self.port:
+            await self.server.drain(0.01)
+
+
+class Turns:
+    """``counted`` is how often something happened in each turn of the loop, from :meth:`begin`."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[int] = Counter()
+        self._turn = 0
+
+    def begin(self) -> None:
+        self._turn += 1
+        asyncio.get_running_loop().call_soon(self.begin)
+
+    def count(self) -> None:
+        self.counted[self._turn] += 1
 
 
 def on_uvloop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -477,54 +505,49 @@ async def test_of_long_heads_little_is_kept(port: Port, data: bytes) -> None:
 
 @on_uvloop
 async def test_requests_of_many_clients_that_come_at_once_begin_in_many_turns(port: Port) -> None:
-    now = 1.0
-    # By the end of the time that a turn of the server has for starts.
-    began: Counter[float] = Counter()
+    turns = Turns()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal now
-        now += STARTS_S / 4
-        began[port.server._starts._until] += 1
+        turns.count()
+        until_s = monotonic() + STARTS_S / 4
+        while monotonic() < until_s:
+            pass
         await echo(scope, receive, send)
 
     port.app = app
     clients = [await port.open() for _ in range(60)]
-    port.server._starts = RequestStarts(lambda: now)
+    turns.begin()
     for _, writer in clients:
         writer.write(post(b"x", CLOSE))
     for reader, _ in clients:
         assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
-    assert began.total() == len(clients)
-    assert max(began.values()) <= 6
+    assert turns.counted.total() == len(clients)
+    # A turn of the loop may have parts of two of the server's.
+    assert max(turns.counted.values()) <= 2 * 6
 
 
 @on_uvloop
 async def test_requests_of_many_clients_that_reset_at_once_are_cancelled_in_many_turns(port: Port) -> None:
-    turn = 0
-    ended: Counter[int] = Counter()
-
-    def count() -> None:
-        nonlocal turn
-        turn += 1
-        asyncio.get_running_loop().call_soon(count)
+    began, turns = 0, Turns()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal began
+        began += 1
         try:
             await asyncio.sleep(60)
         finally:
-            ended[turn] += 1
+            turns.count()
 
     port.app = app
     clients = [await port.open() for _ in range(3 * MOST_CLOSED)]
     for _, writer in clients:
         writer.write(post(b"x"))
-    await until(lambda: len(port.server._tasks) == len(clients))
-    await asyncio.sleep(0.02)
-    count()
+    await until(lambda: began == len(clients))
+    turns.begin()
     for _, writer in clients:
         reset(writer.transport)
-    await until(lambda: ended.total() == len(clients))
-    assert max(ended.values()) <= MOST_CLOSED
+    await until(lambda: turns.counted.total() == len(clients))
+    assert max(turns.counted.values()) <= MOST_CLOSED
 
 
 @on_uvloop
@@ -734,23 +757,27 @@ async def test_a_stalled_upload_gives_way_to_one_that_is_sent(port: Port) -> Non
 @pytest.mark.parametrize("resets", [False, True])
 async def test_an_upload_that_is_not_read_ends_when_its_client_leaves(port: Port, resets: bool) -> None:
     port.budget = 2 * CAP
-    _, first = await port.open()
-    first.write(post(b"x" * CAP)[:-10])
-    await until(lambda: any(connection._size for connection in port.server._connections))
-    (read,) = port.server._connections
-    _, second = await port.open()
-    second.write(post(b"x" * CAP)[:20_000])
-    await until(lambda: any(connection._held_back for connection in port.server._connections))
-    (waiting,) = port.server._connections - {read}
-    reset(second.transport) if resets else second.close()
-
-    def is_lost() -> bool:
-        waiting.sweep(port.server.now)
-        return port.server._connections == {read}
-
-    await until(is_lost)
-    waiting.sweep(port.server.now)
-    assert not read.ended
+    port.make()
+    read = MemoryClient(port.server)
+    await read.send(post(b"x" * CAP)[:-10])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = socket.create_connection(listening.getsockname())
+        sock, _ = listening.accept()
+    with client, sock:
+        held_back = MemoryClient(port.server, sock)
+        await held_back.send(post(b"x" * CAP)[:20_000])
+        held_back.connection.sweep(port.server.now)
+        assert not held_back.closed
+        if resets:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        held_back.connection.sweep(port.server.now)
+        read.connection.sweep(port.server.now)
+        assert (held_back.closed, read.closed) == (True, False)
+        held_back.connection.connection_lost(None)
+        held_back.connection.sweep(port.server.now)
+    await read.send(b"x" * 10)
+    await until(lambda: b"HTTP/1.1 200" in read.received)
 
 
 @on_uvloop
@@ -803,33 +830,29 @@ async def test_little_is_read_ahead_of_the_current_request(port: Port) -> None:
 
 @on_uvloop
 async def test_many_connections_are_swept_in_several_turns_of_the_loop(port: Port) -> None:
-    swept = [0] * 20
-    turn = 0  # of the loop
-
-    class Connection:
-        def sweep(self, now: float) -> None:
-            swept[turn] += 1
-
-    await port.start()
-    port.server._timer.cancel()
-    port.server._connections.update(Connection() for _ in range(1000))
-    port.server._sweep()
-    while turn < 19:
-        turn += 1
+    port.make(max_connections=1000)
+    clients = [MemoryClient(port.server) for _ in range(1000)]
+    for client in clients:
+        client.connection.deadline = 0.0
+    # It sweeps when it begins to listen.
+    await port.listen()
+    closed = [0]
+    while closed[-1] < len(clients):
+        closed.append(sum(client.closed for client in clients))
         await asyncio.sleep(0)
-    port.server._connections.clear()
-    assert max(swept) == SWEPT_AT_ONCE and sum(swept) == 1000
+    assert max(now - before for before, now in itertools.pairwise(closed)) == SWEPT_AT_ONCE
+    for client in clients:
+        client.connection.connection_lost(None)
 
 
-@pytest.mark.slow
 @on_uvloop
 async def test_a_connection_may_be_lost_before_it_is_swept(port: Port) -> None:
-    _, writer = await port.open()
-    await until(lambda: bool(port.server._connections))
-    (lost,) = port.server._connections
-    writer.close()
-    await until(lambda: not port.server._connections)
-    port.server._sweep_some(iter([lost]))
+    port.make()
+    client = MemoryClient(port.server)
+    client.connection.connection_lost(None)
+    client.connection.deadline = 0.0
+    client.connection.sweep(port.server.now)
+    assert (port.server.connections, client.closed) == (0, False)
 
 
 @pytest.mark.slow
@@ -959,18 +982,23 @@ def test_clients_leave_descriptors_for_replicas() -> None:
 
 @on_uvloop
 async def test_a_trusted_proxy_names_the_client_whose_upload_it_is(port: Port) -> None:
-    await port.start()
-    shares = port.server.uploads._by_address
-    told = b"x-forwarded-for: 203.0.113.7\r\nx-forwarded-proto: https"
-    for trusted, sender in (([], ["127.0.0.1", "http"]), (["127.0.0.0/8"], ["203.0.113.7", "https"])):
+    """The proxy's own address has no room for another upload; the client that it names has."""
+    port.limit, port.address_budget = 1_000_000, 100_000
+    port.make()
+    own = MemoryClient(port.server)
+    await own.send(post(b"x" * 90_000)[:-10])
+    request = post(b"x" * 400_000, b"x-forwarded-for: 203.0.113.7\r\nx-forwarded-proto: https")
+    for trusted in ([], ["127.0.0.0/8"]):
         port.server.proxies.read(trusted)
-        reader, writer = await port.open()
-        request = post(b"x" * 70_000, told, CLOSE)
-        writer.write(request[:20])  # counted to the other end, until the head is complete
-        await until(lambda: list(shares) == ["127.0.0.1"])
-        writer.write(request[20:-1])
-        await until(lambda name=sender[0]: list(shares) == [name] and shares[name].held > 65_000)
-        writer.write(request[-1:])
-        ((_, _, body),) = answers(await reader.read())
-        assert json.loads(body)["sender"] == sender
-        await until(lambda: not shares)
+        client = MemoryClient(port.server)
+        await client.send(request[:20])  # counted to the other end, until the head is complete
+        await client.send(request[20:])
+        await until(lambda client=client: bool(client.received))
+        ((status, _, body),) = answers(client.received)
+        assert status == (200 if trusted else 503)
+        if trusted:
+            assert json.loads(body)["sender"] == ["203.0.113.7", "https"]
+    await own.send(b"x" * 10)
+    await until(lambda: bool(own.received))
+    ((status, _, body),) = answers(own.received)
+    assert (status, json.loads(body)["sender"]) == (200, ["127.0.0.1", "http"])
