@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from uvicorn.server import ServerState
 
-from gateway.http.frame_client import FrameChannel, MultiplexedConnection, Stream
+from gateway.http.frame_client import MOST_RECORDS, FrameChannel, MultiplexedConnection, Stream
 from gateway.http.http1_client import ConnectionPool
+from policy.wire.frames import FULL_FRAME
 from serve.engine.frame_server import FrameConnection
 from serve.engine.interface import WRITER, ASGIApp, Receive, ResponseWriter, Scope, Send
 
 SECRET = "secret"
+# A record without a payload.
+SMALLEST_RECORD = 9
 EVENTS = [(b"content-type", b"text/event-stream")]
 
 
-class Wire:
-    """A transport that keeps what is written until it is taken; beyond ``limit`` bytes it is full."""
+class TcpSocket:
+    """A socket of which the other side has acknowledged ``acked`` bytes."""
 
-    def __init__(self, limit: int = 1 << 30) -> None:
+    family = None
+
+    def __init__(self, acked: int) -> None:
+        self._acked = acked
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """Linux's ``tcp_info``, of which the SYN is one byte."""
+        return struct.pack("120xQ24x", self._acked + 1)
+
+
+class Wire:
+    """A transport that keeps what is written until it is taken; beyond ``limit`` bytes it is full.
+
+    ``acked``: what the other side has acknowledged; ``None`` where TCP does not tell.
+    """
+
+    def __init__(self, limit: int = 1 << 30, acked: int | None = None) -> None:
         self.limit = limit
+        self._sock = None if acked is None else TcpSocket(acked)
         self.written = bytearray()
         self.closed = False
         self.protocol: Any = None
@@ -30,8 +51,9 @@ class Wire:
     def set_protocol(self, protocol: object) -> None:
         self.protocol = protocol
 
-    def get_extra_info(self, name: str) -> None:
+    def get_extra_info(self, name: str) -> TcpSocket | None:
         assert not self._is_gone  # a closed socket cannot be asked
+        return self._sock if name == "socket" else None
 
     def is_closing(self) -> bool:
         return self.closed
@@ -110,8 +132,8 @@ class Got:
 class Client:
     """The gateway's end; ``wire`` has what it sends."""
 
-    def __init__(self, limit: int = 1 << 30) -> None:
-        self.wire = Wire(limit)
+    def __init__(self, limit: int = 1 << 30, acked: int | None = None) -> None:
+        self.wire = Wire(limit, acked)
         self.channel = FrameChannel(ConnectionPool("http://replica:1", 1.0), SECRET)
         self.connection = MultiplexedConnection(self.channel, SECRET)
         self.wire.set_protocol(self.connection)
@@ -127,8 +149,9 @@ class Client:
     def receive(self, data: bytes) -> None:
         """Have the connection take all of what arrived, as its reader does over several turns."""
         self.connection.data_received(data)
-        while (reader := self.connection._reader) is not None and reader._is_behind:
-            reader._process(b"")
+        # It may complete a frame.
+        for _ in range((FULL_FRAME + len(data)) // (SMALLEST_RECORD * MOST_RECORDS)):
+            self.connection.data_received(b"")
 
 
 class Pair(Client):
