@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -67,11 +67,21 @@ class LocalActuator:
 
     name = "local"
 
-    def __init__(self, state: StateDir, cluster: Cluster, cards: Sequence[str] = ()) -> None:
-        """``cards`` are the GPUs of this machine that hosts may use."""
+    def __init__(
+        self,
+        state: StateDir,
+        cluster: Cluster,
+        cards: Sequence[str] = (),
+        *,
+        interpreter: str = sys.executable,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """``cards`` are the GPUs of this machine that hosts may use; ``interpreter`` runs the hosts."""
         self._state = state
         self._cluster = cluster
         self._cards = tuple(cards)
+        self._interpreter = interpreter
+        self._wall = wall
         self._path = state.hosts_path
         self._log = RotatingLog(state.logs / "hosts.log")
         self._records: dict[LayerKey, Record] = {
@@ -92,7 +102,7 @@ class LocalActuator:
                 trouble=f"{record.failures} hosts in a row failed" if record.failures >= MAX_FAILURES else "",
                 waits=self._waits(record),
                 unplaced=self._unplaced(record),
-                retry_at=record.retry_at if record.failures and record.retry_at > time.time() else None,
+                retry_at=record.retry_at if record.failures and record.retry_at > self._wall() else None,
             )
             for key, record in records.items()
             if not record.deleted
@@ -169,7 +179,7 @@ class LocalActuator:
             failures = record.failures + died
             delay = BACKOFF.delay_s(failures) if died else 0.0
             record = msgspec.structs.replace(
-                record, processes=living, failures=failures, retry_at=time.time() + delay
+                record, processes=living, failures=failures, retry_at=self._wall() + delay
             )
         if record.deleted and not record.processes:
             del self._records[key]
@@ -177,13 +187,13 @@ class LocalActuator:
             return
         youngest = max((p.created for p in record.processes if not p.leaving), default=math.inf)
         # Whether a host is ready is not known here, so its maximum start time does not count.
-        if record.failures and time.time() - youngest > record.model.control.start_timeout_s + STABLE_S:
+        if record.failures and self._wall() - youngest > record.model.control.start_timeout_s + STABLE_S:
             record = msgspec.structs.replace(record, failures=0)
         self._put(record)
         staying = [p for p in record.processes if not p.leaving]
         for _ in range(record.wanted - len(staying)):
             # A clock that was set back must not delay a start for longer than the back-off.
-            if time.time() < record.retry_at <= time.time() + BACKOFF.max_s:
+            if self._wall() < record.retry_at <= self._wall() + BACKOFF.max_s:
                 break
             if (gpus := self._granted(record)) is None:
                 break
@@ -230,7 +240,7 @@ class LocalActuator:
             key, record.model, record.weights, self._state, self._cluster.controller, loopback=True
         )
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "serve.host.process_replica", replica, stdin=asyncio.subprocess.PIPE,
+            self._interpreter, "-m", "serve.host.process_replica", replica, stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
             env=os.environ | _visible(gpus),
         )  # fmt: skip

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator import local
 from serve.actuator.gpu_cards import Grant, cards_of_machine, choose
 from serve.actuator.local import LocalActuator
 from store.state_dir import StateDir
@@ -53,12 +51,13 @@ def test_the_gpus_of_a_machine_are_those_that_the_controller_sees() -> None:
 
 
 @pytest.fixture
-async def actuator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalActuator]:
+async def actuator(tmp_path: Path) -> AsyncIterator[LocalActuator]:
     program = tmp_path / "host"
     program.write_text(f"#!/bin/sh\necho $CUDA_VISIBLE_DEVICES >> {tmp_path}/seen\nexec sleep 600\n")
     program.chmod(0o755)
-    monkeypatch.setattr(local, "sys", SimpleNamespace(executable=str(program)))
-    made = LocalActuator(StateDir(tmp_path).ensure(), CLUSTER, cards_of_machine(CLUSTER, {}))
+    made = LocalActuator(
+        StateDir(tmp_path).ensure(), CLUSTER, cards_of_machine(CLUSTER, {}), interpreter=str(program)
+    )
     yield made
     await made.stop()
     await made.close()

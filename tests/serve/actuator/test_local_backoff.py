@@ -6,124 +6,123 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from policy.config.deployment import Cluster
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
-from serve.actuator import local
-from serve.actuator.local import LocalActuator
+from serve.actuator.interface import Held
+from serve.actuator.local import LocalActuator, Record
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment
 
 KEY = LayerKey("m", "small", 1)
 
 
-class Clock:
-    """Real time, and as much more as a test adds; process start times are real."""
+class Site:
+    """A layer with a host, whose program ends at once until it is another ``command``.
 
-    ahead_s = 0.0
+    Time is real, and as much later as ``ahead_s``; process start times are real.
+    """
 
-    def __call__(self) -> float:
+    def __init__(self, folder: Path) -> None:
+        self.ahead_s = 0.0
+        self._state = StateDir(folder).ensure()
+        self._program = folder / "host"
+        self.command("false")
+        self.actuator = LocalActuator(
+            self._state, Cluster(controller="127.0.0.1:1"), interpreter=str(self._program), wall=self.now
+        )
+
+    def now(self) -> float:
         return time.time() + self.ahead_s
 
     def past(self, instant: float) -> None:
         self.ahead_s = max(self.ahead_s, instant - time.time())
 
+    def command(self, command: str) -> None:
+        self._program.write_text(f"#!/bin/sh\nexec {command}\n")
+        self._program.chmod(0o755)
+
+    @property
+    def record(self) -> Record:
+        """What a controller that starts now would find."""
+        (found,) = self._state.load(self._state.hosts_path, list[Record]) or []
+        return found
+
+    async def layer(self) -> Held:
+        return (await self.actuator.layers())[KEY]
+
+    async def fail(self, count: int) -> None:
+        """Until so many hosts in a row failed."""
+        await self.actuator.deploy(KEY, deployment().models[0], None, "d", 1)
+        while self.record.failures < count:
+            self.past(self.record.retry_at)
+            await self.layer()
+            await asyncio.sleep(0.001)
+
+    async def end(self) -> None:
+        """Until no host runs."""
+        while self.record.processes:
+            await self.layer()
+            await asyncio.sleep(0.001)
+
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(local, "time", SimpleNamespace(time=made))
-    return made
-
-
-@pytest.fixture
-async def actuator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> AsyncIterator[LocalActuator]:
-    run(monkeypatch, tmp_path, "false")
-    made = LocalActuator(StateDir(tmp_path).ensure(), Cluster(controller="127.0.0.1:1"))
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    made = Site(tmp_path)
     yield made
-    await made.stop()
-    await made.close()
+    await made.actuator.stop()
+    await made.actuator.close()
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str) -> None:
-    program = folder / command.replace(" ", "-")
-    program.write_text(f"#!/bin/sh\nexec {command}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(local, "sys", SimpleNamespace(executable=str(program)))
+async def test_failing_hosts_are_reported_until_scaled_to_zero(site: Site) -> None:
+    await site.fail(0)
+    assert (await site.layer()).trouble == ""
+    await site.fail(3)
+    assert (await site.layer()).trouble == "3 hosts in a row failed"
+    await site.actuator.scale(KEY, 0)
+    assert (await site.layer()).trouble == ""
 
 
-async def failures(actuator: LocalActuator, count: int, clock: Clock) -> None:
-    while actuator._records[KEY].failures < count:
-        clock.past(actuator._records[KEY].retry_at)
-        await actuator.layers()
-        await asyncio.sleep(0.001)
+async def test_a_failed_start_is_retried_after_its_backoff(site: Site) -> None:
+    await site.fail(2)
+    await site.end()
+    again_at = (await site.layer()).retry_at
+    assert again_at is not None and again_at > site.now()
+    assert site.record.processes == ()
+    site.past(again_at)
+    await site.layer()
+    assert len(site.record.processes) == 1
 
 
-async def ended(actuator: LocalActuator) -> None:
-    while actuator._records[KEY].processes:
-        await actuator.layers()
-        await asyncio.sleep(0.001)
-
-
-async def test_failing_hosts_are_reported_until_scaled_to_zero(actuator: LocalActuator, clock: Clock) -> None:
-    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
-    assert (await actuator.layers())[KEY].trouble == ""
-    await failures(actuator, 3, clock)
-    assert (await actuator.layers())[KEY].trouble == "3 hosts in a row failed"
-    await actuator.scale(KEY, 0)
-    assert (await actuator.layers())[KEY].trouble == ""
-
-
-async def test_a_failed_start_is_retried_after_its_backoff(actuator: LocalActuator, clock: Clock) -> None:
-    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
-    await failures(actuator, 2, clock)
-    await ended(actuator)
-    await actuator.layers()
-    assert actuator._records[KEY].processes == ()
-    again_at = (await actuator.layers())[KEY].retry_at
-    assert again_at == actuator._records[KEY].retry_at > clock()
-    clock.past(actuator._records[KEY].retry_at)
-    await actuator.layers()
-    assert len(actuator._records[KEY].processes) == 1
-
-
-async def test_other_counts_do_not_reset_the_backoff(actuator: LocalActuator, clock: Clock) -> None:
-    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
-    await failures(actuator, 3, clock)
-    again_at = actuator._records[KEY].retry_at
+async def test_other_counts_do_not_reset_the_backoff(site: Site) -> None:
+    await site.fail(3)
+    again_at = site.record.retry_at
     for count in (2, 3, 1):
-        await actuator.scale(KEY, count)
-    assert actuator._records[KEY].failures >= 3
-    assert actuator._records[KEY].retry_at >= again_at > clock()
-    assert (await actuator.layers())[KEY].trouble != ""
+        await site.actuator.scale(KEY, count)
+    held = await site.layer()
+    assert held.retry_at is not None and held.retry_at >= again_at > site.now()
+    assert held.trouble != ""
 
 
-async def test_a_wall_clock_set_back_does_not_delay_starts(actuator: LocalActuator, clock: Clock) -> None:
-    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
-    await failures(actuator, 2, clock)
-    await ended(actuator)
-    clock.ahead_s -= 3600.0
-    await actuator.layers()
-    assert len(actuator._records[KEY].processes) == 1
+async def test_a_wall_clock_set_back_does_not_delay_starts(site: Site) -> None:
+    await site.fail(2)
+    await site.end()
+    site.ahead_s -= 3600.0
+    await site.layer()
+    assert len(site.record.processes) == 1
 
 
-async def test_a_stable_host_resets_the_failures(
-    actuator: LocalActuator, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
-    await failures(actuator, MAX_FAILURES, clock)
-    run(monkeypatch, tmp_path, "sleep 600")
-    clock.past(actuator._records[KEY].retry_at)
-    while not actuator._records[KEY].processes:
-        await actuator.layers()
-    assert (await actuator.layers())[KEY].trouble != ""
-    clock.ahead_s += STABLE_S + 1
+async def test_a_stable_host_resets_the_failures(site: Site) -> None:
+    await site.fail(MAX_FAILURES)
+    site.command("sleep 600")
+    site.past(site.record.retry_at)
+    while not site.record.processes:
+        await site.layer()
+    assert (await site.layer()).trouble != ""
+    site.ahead_s += STABLE_S + 1
     # It may still be starting: its model is allowed to take a minute.
-    assert (await actuator.layers())[KEY].trouble != ""
-    clock.ahead_s += 60
-    assert (await actuator.layers())[KEY].trouble == ""
+    assert (await site.layer()).trouble != ""
+    site.ahead_s += 60
+    assert (await site.layer()).trouble == ""
