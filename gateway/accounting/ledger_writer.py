@@ -29,9 +29,9 @@ from store.usage_segments import SEGMENT_SUFFIX, SegmentReader
 log = logging.getLogger("tidegate.accounting")
 
 # Slots in one transaction: a second or so, in which other processes wait for the database.
-MOST = 20_000
-# Each takes two descriptors. Workers have one or two each.
-MOST_OPEN = 1024
+BATCH_SLOTS = 20_000
+# Open segments: each takes two descriptors. Workers have one or two each.
+MAX_OPEN = 1024
 # A file that is no segment after this time was left by a worker that died when it made it.
 STALE_S = 60.0
 _LOCK = ".lock"
@@ -44,7 +44,7 @@ class LedgerWriter:
     """The ledger's only writer of one host. ``directory`` has the segments, ``host`` is this host's id.
 
     ``budgets`` are those that pay for a request of this tenant, key and instant. ``added`` is called with
-    what was added to the ledger.
+    what was added to the ledger. ``batch_slots``: at most of one transaction; ``max_open``: segments.
     """
 
     def __init__(
@@ -54,12 +54,16 @@ class LedgerWriter:
         host: str,
         budgets: Callable[[str, str, float], Iterable[Budget]] = lambda tenant, key, at: (),
         added: Callable[[Mapping[LedgerKey, Counts]], None] = lambda sums: None,
+        *,
+        batch_slots: int = BATCH_SLOTS,
+        max_open: int = MAX_OPEN,
     ) -> None:
         self._database = database
         self._budgets = budgets
         self._added = added
         self._directory = own_directory(directory)
         self._host = host
+        self._batch_slots, self._max_open = batch_slots, max_open
         self._readers: dict[str, SegmentReader] = {}
         self._lock: int | None = None
         self._orphans = True
@@ -117,7 +121,7 @@ class LedgerWriter:
         """Open new segments, as many as may be open."""
         new = [path for path in self._files() if path.stem not in self._readers]
         new.sort(key=lambda path: path.stem in self._gave_way)
-        room = MOST_OPEN - len(self._readers)
+        room = self._max_open - len(self._readers)
         self._unopened = max(0, len(new) - room)
         for path in new[:room]:
             try:
@@ -137,9 +141,9 @@ class LedgerWriter:
             self._readers.pop(name).close()
 
     def _batch(self) -> bool:
-        """Add at most :data:`MOST` slots in one transaction; whether there may be more."""
+        """Add a batch of slots in one transaction; whether there may be more."""
         batch: list[tuple[SegmentReader, list[Final]]] = []
-        left = MOST
+        left = self._batch_slots
         for reader in self._readers.values():
             reader.look()
             if left and (found := reader.final(left)):

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sqlalchemy import Connection, func, select
 
-from gateway.accounting import ledger_writer
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.intake.usage_journal import Charge, UsageJournal
 from gateway.protocol.usage import Usage
@@ -84,6 +84,20 @@ class FaultyDatabase:
             return int(connection.execute(select(func.count()).select_from(ledger_segments)).scalar_one())
 
 
+@dataclass(eq=False)
+class Stream:
+    """A charge, the events of it that are relayed, and those of them that the engine's last report counts."""
+
+    charge: Charge
+    events: int = 0
+    reported: int = 0
+
+    def counts(self) -> tuple[int, int, int]:
+        """What is charged if the worker is killed now."""
+        charge = self.charge
+        return charge.prompt, charge.cached, charge.output + self.events - self.reported
+
+
 def journal(directory: Path, slots: int = 3) -> UsageJournal:
     return UsageJournal(directory, Log(0, StringIO()), slots)
 
@@ -107,51 +121,65 @@ class Ledger(RuleBasedStateMachine):
         self.database = FaultyDatabase(Database(f"sqlite:///{self.root / 't.db'}"))
         self.workers = [journal(self.root / "usage") for _ in range(2)]
         self.writer = self.new_writer()
-        self.charges: list[list[Charge]] = [[], []]
+        self.streams: list[list[Stream]] = [[], []]
         self.allowed: dict[str, set[tuple[int, int, int, bool, bool]]] = {}
         self.number = 0
 
     def new_writer(self) -> LedgerWriter:
-        return LedgerWriter(lambda: self.database, self.root / "usage", "host")  # type: ignore[arg-type, return-value]
+        return LedgerWriter(
+            lambda: self.database,
+            self.root / "usage",
+            "host",
+            batch_slots=3,
+            max_open=2,  # type: ignore[arg-type, return-value]
+        )
 
-    def seen(self, charge: Charge, *, interrupted: bool = False) -> None:
-        """Allow what ``charge`` has counted now."""
-        output = charge.output + (charge._events - charge._reported_at if interrupted else 0)
-        estimated = charge.estimated or interrupted
-        row = charge.prompt, charge.cached, output, estimated, interrupted
-        self.allowed.setdefault(charge.key, set()).add(row)
+    def allow(
+        self, charge: Charge, counts: tuple[int, int, int], *, estimated: bool, interrupted: bool
+    ) -> None:
+        self.allowed.setdefault(charge.key, set()).add((*counts, estimated, interrupted))
+
+    def end(self, worker: int, stream: Stream, usage: Usage | None) -> None:
+        """End a stream; what it has counted is allowed."""
+        charge = stream.charge
+        stream.reported = stream.events
+        charge.end(usage)
+        counts = charge.prompt, charge.cached, charge.output
+        self.allow(charge, counts, estimated=charge.estimated, interrupted=False)
+        self.streams[worker].remove(stream)
 
     @contextmanager
-    def fused(self, worker: int, charge: Charge, left: int) -> Iterator[None]:
+    def fused(self, worker: int, stream: Stream, left: int) -> Iterator[None]:
         """The worker is killed after ``left`` more words; what it counted before and after is allowed."""
+        charge = stream.charge
         segment = charge.segment
         if segment is None or not 0 <= left < 4:
             yield
             return
-        before = charge.prompt, charge.cached, charge.output + charge._events - charge._reported_at
+        before = stream.counts()
         fuse = Fuse(charge.words)
         fuse.left = left
         charge.words = fuse  # type: ignore[assignment]
         try:
             yield
         except KilledError:
-            after = charge.prompt, charge.cached, charge.output + charge._events - charge._reported_at
-            for prompt, cached, output in (before, after, (*after[:2], before[2]), (*before[:2], after[2])):
-                self.allowed.setdefault(charge.key, set()).add((prompt, cached, output, True, True))
-            self.charges[worker].remove(charge)
+            after = stream.counts()
+            for counts in (before, after, (*after[:2], before[2]), (*before[:2], after[2])):
+                self.allow(charge, counts, estimated=True, interrupted=True)
+            self.streams[worker].remove(stream)
+            segment.close()
             self.kill(worker)
         else:
             if charge.words is fuse:
                 charge.words = fuse.words
 
     def kill(self, worker: int) -> None:
-        for charge in self.charges[worker]:
-            self.seen(charge, interrupted=True)
-        segments = {charge.segment for charge in self.charges[worker]}
-        for segment in (*segments, self.workers[worker]._segment, self.workers[worker]._next):
-            if segment is not None:
+        for stream in self.streams[worker]:
+            self.allow(stream.charge, stream.counts(), estimated=True, interrupted=True)
+            if (segment := stream.charge.segment) is not None:
                 segment.close()
-        self.charges[worker] = []
+        self.workers[worker].close()
+        self.streams[worker] = []
         self.workers[worker] = journal(self.root / "usage")
 
     @rule(worker=st.integers(0, 1))
@@ -159,14 +187,15 @@ class Ledger(RuleBasedStateMachine):
         self.number += 1
         charge = Charge(self.workers[worker], "t", f"k{self.number}", "m", "", RATES, ESTIMATE)
         charge.begin()
-        self.charges[worker].append(charge)
+        self.streams[worker].append(Stream(charge))
 
     @rule(worker=st.integers(0, 1), which=st.integers(0, 9), events=st.integers(1, 9), left=st.integers(0, 9))
     def events_are_relayed(self, worker: int, which: int, events: int, left: int) -> None:
-        if self.charges[worker]:
-            charge = self.charges[worker][which % len(self.charges[worker])]
-            with self.fused(worker, charge, left):
-                charge.relay(charge._events + events)
+        if self.streams[worker]:
+            stream = self.streams[worker][which % len(self.streams[worker])]
+            with self.fused(worker, stream, left):
+                stream.events += events
+                stream.charge.relay(stream.events)
 
     @rule(
         worker=st.integers(0, 1), which=st.integers(0, 9), usage=st.tuples(tokens, tokens, tokens),
@@ -182,25 +211,22 @@ class Ledger(RuleBasedStateMachine):
         left: int,
         late: int,
     ) -> None:
-        if not self.charges[worker]:
+        if not self.streams[worker]:
             return
-        charge = self.charges[worker][which % len(self.charges[worker])]
-        with self.fused(worker, charge, left):
+        stream = self.streams[worker][which % len(self.streams[worker])]
+        with self.fused(worker, stream, left):
             if final:
-                charge.end(Usage(*usage, exact=exact))
-                self.seen(charge)
-                self.charges[worker].remove(charge)
+                self.end(worker, stream, Usage(*usage, exact=exact))
             else:
-                charge.report(Usage(*usage), max(0, charge._events - late))
+                stream.reported = max(0, stream.events - late)
+                stream.charge.report(Usage(*usage), stream.reported)
 
     @rule(worker=st.integers(0, 1), which=st.integers(0, 9), left=st.integers(0, 9))
     def a_client_leaves(self, worker: int, which: int, left: int) -> None:
-        if self.charges[worker]:
-            charge = self.charges[worker][which % len(self.charges[worker])]
-            with self.fused(worker, charge, left):
-                charge.end(None)
-                self.seen(charge)
-                self.charges[worker].remove(charge)
+        if self.streams[worker]:
+            stream = self.streams[worker][which % len(self.streams[worker])]
+            with self.fused(worker, stream, left):
+                self.end(worker, stream, None)
 
     @rule(worker=st.integers(0, 1))
     def a_worker_is_killed(self, worker: int) -> None:
@@ -248,10 +274,8 @@ class Ledger(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_any_order_of_requests_kills_and_faults(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_of_requests_kills_and_faults(empty: Path) -> None:
     Ledger.template = empty
-    monkeypatch.setattr(ledger_writer, "MOST", 3)
-    monkeypatch.setattr(ledger_writer, "MOST_OPEN", 2)
     from hypothesis.stateful import run_state_machine_as_test  # noqa: PLC0415
 
     run_state_machine_as_test(Ledger, settings=settings(max_examples=60, stateful_step_count=40))
