@@ -141,10 +141,12 @@ class Ledger(RuleBasedStateMachine):
 
     def end(self, worker: int, stream: Stream, usage: Usage | None) -> None:
         """End a stream; what it has counted is allowed."""
-        charge = stream.charge
+        charge, counts = stream.charge, stream.counts()
         stream.reported = stream.events
         charge.end(usage)
-        counts = charge.prompt, charge.cached, charge.output
+        if usage is not None:
+            counts = charge.prompt, charge.cached, charge.output
+        assert charge.estimated is (usage is None or not usage.exact)
         self.allow(charge, counts, estimated=charge.estimated, interrupted=False)
         self.streams[worker].remove(stream)
 
