@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,10 +27,16 @@ SUFFIX = ".capture"
 # A datagram may have 200 KB: so many rows, and so many hashes beside those of the row that goes over.
 MAX_ROWS = 64
 MAX_HASHES = 8192
-# Rows that wait for a subscriber that does not keep up, and their hashes, of 44 bytes each.
-# What comes then is lost, and counted.
-MAX_KEPT = 10_000
-MAX_KEPT_HASHES = 1 << 20
+
+
+class BufferLimits(NamedTuple):
+    """How many rows wait for a reader that does not keep up, and how many hashes, of 44 bytes each."""
+
+    rows: int = 10_000
+    hashes: int = 1 << 20
+
+
+LIMITS = BufferLimits()
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -68,11 +75,15 @@ class _Subscriber:
 
 
 class CapturePublisher:
-    """Sends the rows of one worker to the subscribers, whose sockets are in the directory ``directory``."""
+    """Sends the rows of one worker to the subscribers, whose sockets are in the directory ``directory``.
 
-    def __init__(self, directory: Path) -> None:
+    What is over ``limits`` for one of them is lost, and counted.
+    """
+
+    def __init__(self, directory: Path, limits: BufferLimits = LIMITS) -> None:
         self.has_subscribers = False
         self._directory = directory
+        self._limits = limits
         self._subscribers: dict[str, _Subscriber] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
@@ -96,9 +107,10 @@ class CapturePublisher:
             grid_of(seed, body, call.route, raw, most=MAX_HASHES),
         )
         for subscriber in self._subscribers.values():
-            if len(subscriber.waiting) < MAX_KEPT and subscriber.hashes + len(row.grid) <= MAX_KEPT_HASHES:
+            hashes = subscriber.hashes + len(row.grid)
+            if len(subscriber.waiting) < self._limits.rows and hashes <= self._limits.hashes:
                 subscriber.waiting.append(row)
-                subscriber.hashes += len(row.grid)
+                subscriber.hashes = hashes
             else:
                 subscriber.lost += 1
 

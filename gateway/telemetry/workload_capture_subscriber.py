@@ -16,9 +16,10 @@ import msgspec
 
 from gateway.protocol.prompt_features import BLOCK_BYTES
 from gateway.telemetry.workload_capture_publisher import (
+    LIMITS,
     LOOK_EVERY_S,
-    MAX_KEPT_HASHES,
     SUFFIX,
+    BufferLimits,
     CaptureBatch,
     Row,
 )
@@ -28,8 +29,6 @@ from store.state_dir import own_directory
 # Until every worker has looked for listeners.
 SETTLE_S = 2 * LOOK_EVERY_S
 MAX_DATAGRAM = 256 * 1024
-# A client that is this many lines behind the workers, or MAX_KEPT_HASHES, holds them back.
-MAX_LINES = 10_000
 
 
 class Pseudonyms:
@@ -73,10 +72,21 @@ class Pseudonyms:
 
 
 class Subscribers:
-    """The subscribers at one worker. ``place`` is the directory in which all workers look for them."""
+    """The subscribers at one worker. ``place`` is the directory in which all workers look for them.
 
-    def __init__(self, place: Path, density: Callable[[str], float]) -> None:
+    A client that is ``limits`` behind the workers holds them back. After ``settle_s`` all have found it.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        density: Callable[[str], float],
+        limits: BufferLimits = LIMITS,
+        *,
+        settle_s: float = SETTLE_S,
+    ) -> None:
         self._place = place
+        self._limits, self._settle_s = limits, settle_s
         self._density = density
         self._open: set[_Subscription] = set()
 
@@ -84,11 +94,11 @@ class Subscribers:
         """A header, then a line for each request that arrives after it, when it has ended."""
         own_directory(self._place)
         pseudonyms = Pseudonyms(self._density, secrets.token_bytes(32))
-        subscription = _Subscription(self._place / f"{secrets.token_hex(6)}{SUFFIX}")
+        subscription = _Subscription(self._place / f"{secrets.token_hex(6)}{SUFFIX}", self._limits)
         self._open.add(subscription)
         lost = 0
         try:
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(self._settle_s)
             started = monotonic()
             yield _encode(HEADER) + b"\n"
             while (batches := await subscription.received()) is not None:
@@ -116,8 +126,9 @@ class Subscribers:
 class _Subscription:
     """A subscriber's socket, and the batches that it has received and not passed on yet."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: BufferLimits) -> None:
         self._path = path
+        self._limits = limits
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -174,7 +185,7 @@ class _Subscription:
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._rows < MAX_LINES and self._hashes < MAX_KEPT_HASHES:
+            while self._rows < self._limits.rows and self._hashes < self._limits.hashes:
                 batch = _decode(self._socket.recv(MAX_DATAGRAM))
                 self._batches.append(batch)
                 self._rows += len(batch.rows)

@@ -19,8 +19,7 @@ from gateway.protocol.prompt_features import BLOCK_BYTES, grid_of
 from gateway.protocol.usage import Usage
 from gateway.request_context import Call
 from gateway.telemetry import workload_capture_publisher as capturing
-from gateway.telemetry import workload_capture_subscriber
-from gateway.telemetry.workload_capture_publisher import CapturePublisher, Row
+from gateway.telemetry.workload_capture_publisher import LIMITS, BufferLimits, CapturePublisher, Row
 from gateway.telemetry.workload_capture_subscriber import Pseudonyms, Subscribers
 from policy.request import Request
 from store.state_dir import StateDir
@@ -28,6 +27,8 @@ from tests.gateway.fake_replica import Exchange, stream
 from tests.gateway.worker import Stack, until
 
 COMPLETE = ROUTES["/v1/completions"]
+# Datagrams that wait in a socket.
+QUEUED = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
 USAGE = Usage(prompt=1200, cached=0, completion=7)
 
 
@@ -63,10 +64,11 @@ async def received(lines: AsyncIterator[bytes], count: int) -> list[dict[str, An
 class Site:
     """Some workers of a host, and a subscriber."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, kept: BufferLimits = LIMITS, behind: BufferLimits = LIMITS) -> None:
         self.place = place
-        self.workers = [CapturePublisher(place), CapturePublisher(place)]
-        self.listeners = Subscribers(place, density)
+        self.workers = [CapturePublisher(place, kept), CapturePublisher(place, kept)]
+        # No worker has to be waited for.
+        self.listeners = Subscribers(place, density, behind, settle_s=0.0)
         self.lines = self.listeners.lines()
 
     async def listen(self) -> None:
@@ -86,16 +88,17 @@ class Site:
     async def leave(self) -> None:
         await self.lines.aclose()  # type: ignore[attr-defined] # an async generator
 
+    async def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        await self.leave()
+
 
 @pytest.fixture
-async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    """No worker has to be waited for."""
-    monkeypatch.setattr(workload_capture_subscriber, "SETTLE_S", 0.0)
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site = Site(tmp_path / "captures")
     yield site
-    for worker in site.workers:
-        worker.close()
-    await site.leave()
+    await site.close()
 
 
 async def test_a_subscriber_receives_rows_of_all_workers(site: Site) -> None:
@@ -157,25 +160,22 @@ async def test_the_socket_of_a_dead_subscriber_is_removed(site: Site) -> None:
     assert not site.workers[0].has_subscribers and list(site.place.iterdir()) == []
 
 
-async def test_a_slow_subscriber_gets_the_count_of_lost_rows(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capturing, "MAX_KEPT", 3)
+async def test_a_slow_subscriber_gets_the_count_of_lost_rows(tmp_path: Path) -> None:
+    site = Site(tmp_path / "captures", BufferLimits(rows=3))
     await site.listen()
     for _ in range(5):
         end_call(site.workers[0])
     site.flush()
     *rows, last = await received(site.lines, 4)
     assert len(rows) == 3 and last == {"lost": 2}
+    await site.close()
 
 
-async def test_the_hashes_that_wait_for_a_slow_subscriber_are_bounded(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_hashes_that_wait_for_a_slow_subscriber_are_bounded(tmp_path: Path) -> None:
     prompt = "a" * BLOCK_BYTES * 10
     raw = json.dumps({"model": "alpha", "prompt": prompt, "input": prompt}).encode()
     hashes = len(grid_of(7, bodies.read(raw), COMPLETE, raw, most=1000))
-    monkeypatch.setattr(capturing, "MAX_KEPT_HASHES", 3 * hashes)
+    site = Site(tmp_path / "captures", BufferLimits(hashes=3 * hashes))
     await site.listen()
     for kept in (3, 3):
         for _ in range(5):
@@ -184,6 +184,7 @@ async def test_the_hashes_that_wait_for_a_slow_subscriber_are_bounded(
         *rows, last = await received(site.lines, kept + 1)
         assert len(rows) == kept and "lost" in last
     assert last == {"lost": 4}
+    await site.close()
 
 
 async def test_other_tasks_run_between_the_batches_of_a_capture(site: Site) -> None:
@@ -192,8 +193,7 @@ async def test_other_tasks_run_between_the_batches_of_a_capture(site: Site) -> N
     for _ in range(rows):
         end_call(site.workers[0])
     site.flush()
-    (subscription,) = site.listeners._open
-    while subscription._rows < rows:  # noqa: ASYNC110 - a socket has no event
+    for _ in range(10):  # all are read from the socket
         await asyncio.sleep(0)
     loop, turns = asyncio.get_running_loop(), [0]
 
@@ -210,20 +210,22 @@ async def test_other_tasks_run_between_the_batches_of_a_capture(site: Site) -> N
     assert all(turns[2:])
 
 
-@pytest.mark.parametrize("limit", ["MAX_LINES", "MAX_KEPT_HASHES"])
-async def test_a_subscribers_buffer_is_bounded(
-    site: Site, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    monkeypatch.setattr(workload_capture_subscriber, limit, 1)
+@pytest.mark.parametrize("behind", [BufferLimits(rows=1), BufferLimits(hashes=1)], ids=["rows", "hashes"])
+async def test_a_subscribers_buffer_is_bounded(tmp_path: Path, behind: BufferLimits) -> None:
+    """What does not fit waits in its socket, then at the worker, and then is lost."""
+    site = Site(tmp_path / "captures", BufferLimits(rows=1), behind)
     await site.listen()
-    (subscription,) = site.listeners._open
-    for number in range(1, 4):
+    for number in range(1, QUEUED + 6):
         end_call(site.workers[0], "a" * BLOCK_BYTES, usage=Usage(number, 0, 1))
         site.flush()
-    while not subscription._batches:  # noqa: ASYNC110 - a socket has no event
         await asyncio.sleep(0)
-    assert len(subscription._batches) == 1 and not subscription._reading  # the others wait in the socket
-    assert [line["input_tokens"] for line in await received(site.lines, 3)] == [1, 2, 3]
+    found = await received(site.lines, 3)
+    assert [line["input_tokens"] for line in found] == [1, 2, 3]
+    site.flush()
+    while "lost" not in found[-1]:
+        found += await received(site.lines, 1)
+    assert 0 < found[-1]["lost"] < 5
+    await site.close()
 
 
 def row(text: str, **more: Any) -> Row:
