@@ -56,7 +56,7 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True):
 class Autoscaler:
     """One for all models. ``set_target`` sets a target, ``wake`` starts the controller's next tick at once.
     ``failures`` records a failure of one model, for which no decision is made then. ``latest`` are the last
-    decisions by model, ``decided_on`` their situations.
+    decisions by model, ``decided_on`` their situations. A round is waited for ``patience_s``.
 
     ``now`` are the seconds of a clock that never goes back; ``epoch`` is the Unix time at its 0.
     """
@@ -71,6 +71,7 @@ class Autoscaler:
     wake: Callable[[], None]
     event: Callable[[str], None]
     failures: ModelFailures
+    patience_s: float = PATIENCE_S
     latest: dict[str, Decision] = field(default_factory=dict, init=False)
     decided_on: dict[str, Situation] = field(default_factory=dict, init=False)
     _policies: dict[str, MadePolicies] = field(default_factory=dict, init=False)
@@ -167,7 +168,7 @@ class Autoscaler:
         policies = {name: self._policies[name].chosen for name in situations}
         asked = DecisionRound(at=at, policies=policies, situations=situations, budget=deployment.budget)
         self._running = asyncio.create_task(self._round(asked, instances, deployment, revision))
-        await asyncio.wait({self._running}, timeout=PATIENCE_S)
+        await asyncio.wait({self._running}, timeout=self.patience_s)
 
     def _forget(self) -> None:
         """Forget models that were removed."""
@@ -187,7 +188,9 @@ class Autoscaler:
             return True
         if not self._overdue:
             self._overdue = True
-            self.event(f"a policy has not answered for {PATIENCE_S:g} s; replica counts stay until it does")
+            self.event(
+                f"a policy has not answered for {self.patience_s:g} s; replica counts stay until it does"
+            )
         return False
 
     async def _round(

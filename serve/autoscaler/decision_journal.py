@@ -29,8 +29,8 @@ EVERY_S = 60.0
 # Lines kept in memory while the disk takes none.
 MAX_PENDING = 1024
 _at = attrgetter("decision.at")
-# Bytes read at once: reading a whole file would delay the event loop.
-BLOCK = 256 * 1024
+# Read at once: reading a whole file would delay the event loop.
+BLOCK_BYTES = 256 * 1024
 
 
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +56,14 @@ _decode = msgspec.json.Decoder(Line).decode
 
 
 class Journal:
-    """Appends to a file that is rotated by size, in a thread that ends when there is nothing to write."""
+    """Appends to a file that is rotated by size, in a thread that ends when there is nothing to write.
 
-    def __init__(self, path: Path) -> None:
+    It is rotated at ``max_bytes``, and read ``block_bytes`` at once.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, block_bytes: int = BLOCK_BYTES) -> None:
         self._path = path
+        self._max_bytes, self._block_bytes = max_bytes, block_bytes
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self._writer: threading.Thread | None = None
@@ -111,7 +115,7 @@ class Journal:
         paths = [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in range(1, KEPT + 1))]
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
-                for raw in _backwards(path):
+                for raw in _backwards(path, self._block_bytes):
                     with contextlib.suppress(msgspec.MsgspecError):
                         yield _decode(raw)
 
@@ -148,7 +152,7 @@ class Journal:
                     return
                 lost, self._lost = self._lost, 0
             try:
-                with contextlib.closing(RotatingLog(self._path, MAX_BYTES)) as file:
+                with contextlib.closing(RotatingLog(self._path, self._max_bytes)) as file:
                     if not _ends_a_line(self._path):
                         file.write(b"\n")
                     for line in lines:
@@ -172,12 +176,12 @@ def _gist(decision: Decision) -> object:
     return decision.mode, decision.count, decision.proposal.count, clips, shadow, decision.dry_run
 
 
-def _backwards(path: Path) -> Iterator[bytes]:
+def _backwards(path: Path, block_bytes: int) -> Iterator[bytes]:
     """The lines of a file, last first."""
     with path.open("rb") as file:
         left, rest = file.seek(0, 2), b""
         while left:
-            size = min(BLOCK, left)
+            size = min(block_bytes, left)
             left -= size
             file.seek(left)
             rest, *lines = (file.read(size) + rest).split(b"\n")

@@ -14,6 +14,7 @@ from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
+from serve.state.desired_state import Target
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
@@ -59,7 +60,7 @@ class Plane:
         """Replace the controller by one that has read nothing yet."""
         actuator = MemoryActuator(self.cluster)
         self.controller = Controller(
-            actuator, self.state, 1, lambda: self.store, wall=self.clock, monotonic=lambda: self.now - 700.0
+            actuator, self.state, 1, lambda: self.store, wall=self.clock, monotonic=self.monotonic
         )
 
     def client(self) -> httpx.AsyncClient:
@@ -69,6 +70,15 @@ class Plane:
 
     def clock(self) -> float:
         return self.now + self.ahead
+
+    def monotonic(self) -> float:
+        return self.now - 700.0
+
+    def target(self, model: str = "m") -> Target:
+        """That with which another controller would continue."""
+        targets = self.state.load(self.state.targets_path, dict[str, Target])
+        assert targets is not None
+        return targets[model]
 
     def _beat(self, replica: Replica) -> Orders:
         return self.controller.beat(Heartbeat(replica=replica, gpus=self.gpu_reports.get(replica.id)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
+from serve.autoscaler.decision_journal import DecisionRound
 from serve.controller_api_schema import SwitchOutcome
 from tests.serve.plane import LARGE, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -158,7 +159,7 @@ async def test_a_switch_survives_a_killed_controller(plane: Plane, gpus: int, ph
     await until_phase(switch, rate, phase, to)
     assert plane.phase() == phase
     mode = plane.controller.status().models[0].mode
-    since = plane.controller._targets.get("m").since
+    since = plane.target().since
     await plane.restart()
     plane.cluster.beat_all()
     assert (plane.controller.status().models[0].mode, plane.phase()) == (mode, phase)
@@ -167,7 +168,7 @@ async def test_a_switch_survives_a_killed_controller(plane: Plane, gpus: int, ph
     assert plane.phase() == "steady"
     if phase != "steady":
         # It is the same switch.
-        assert plane.controller._targets.get("m").since == since
+        assert plane.target().since == since
         assert switches(plane) == []
 
 
@@ -175,14 +176,14 @@ async def test_a_rollback_continues_after_the_controller_is_killed(plane: Plane)
     switch = await up(plane, SCARCE)
     plane.cluster.failing[SMALL] = "no memory left"
     await until_phase(switch, HIGH, "rolling back", "single-large")
-    before = plane.controller._targets.get("m")
+    before = plane.target()
     assert before.note.startswith("rolled back")
     await plane.restart()
     plane.cluster.beat_all()
-    assert plane.controller._targets.get("m") == before
+    assert plane.target() == before
     await switch.run(HIGH, 20)
     assert plane.counts(READY) == {LARGE: 1}
-    assert (plane.phase(), set(plane.controller._targets.get("m").barred)) == ("steady", {"multi-replica"})
+    assert (plane.phase(), set(plane.target().barred)) == ("steady", {"multi-replica"})
     assert switches(plane) == []
 
 
@@ -204,9 +205,9 @@ async def test_a_failed_mode_is_retried_with_backoff(plane: Plane, gpus: int, ki
     switch.kills = kills
     tries: list[float] = []
     for _ in range(700):
-        before = plane.controller._targets.get("m").barred.get("multi-replica")
+        before = plane.target().barred.get("multi-replica")
         await switch.run(HIGH, 1)
-        after = plane.controller._targets.get("m").barred.get("multi-replica")
+        after = plane.target().barred.get("multi-replica")
         if after is not None and after != before:
             tries.append(plane.now)
             assert plane.controller.status().models[0].barred == {"multi-replica": after.until}
@@ -221,7 +222,7 @@ async def test_a_failed_mode_is_retried_with_backoff(plane: Plane, gpus: int, ki
     plane.cluster.failing.clear()
     await switch.run(HIGH, 600)
     assert plane.counts(READY) == {SMALL: 4}
-    assert plane.controller._targets.get("m").barred == {}
+    assert plane.target().barred == {}
 
 
 async def test_a_manual_switch_dwells_past_its_duration(plane: Plane) -> None:
@@ -255,4 +256,8 @@ async def test_a_refused_switch_starts_no_dwell_time(plane: Plane, monkeypatch: 
         await switch.run(HIGH, 60)
     assert any(event.endswith("m: no") for event in plane.controller.status().events)
     assert plane.counts(READY) == {LARGE: 1}
-    assert plane.controller.autoscaler._kept.memories["m"].switched_at is None
+    journal = plane.controller.autoscaler.journal
+    journal.flush()
+    rounds = [line for line in journal.lines() if isinstance(line, DecisionRound)]
+    assert sum(line.decisions["m"].changes for line in rounds) > 1
+    assert {line.situations["m"].memory.switched_at for line in rounds} == {None}

@@ -15,11 +15,12 @@ import pytest
 
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
-from serve.autoscaler import autoscaler
 from serve.autoscaler.autoscaler import KeptState
 from serve.autoscaler.decision_inputs import SituationBuilder
+from serve.autoscaler.decision_journal import DecisionRound
 from serve.controller_api_schema import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
+from tests.gateway.worker import until
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -298,7 +299,7 @@ async def test_lost_replica_is_replaced_at_once(plane: Plane, tmp_path: Path) ->
     await Traffic.over(plane, document(model(tmp_path, control={"tick_s": 300})), 10, m=1.0)
     (replica,) = plane.cluster.replicas.values()
     before = logged(plane)[0].decision.at
-    plane.cluster._become(replica, ReplicaPhase.STOPPED)
+    plane.cluster.become(replica, ReplicaPhase.STOPPED)
     await plane.ticks(1)
     assert logged(plane)[0].decision.at > before
 
@@ -330,18 +331,19 @@ async def test_a_hanging_policy_delays_no_other(
 async def test_a_decision_made_for_replaced_bounds_is_not_applied(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
-    await Traffic.over(plane, document(model(tmp_path, control=hanging)), 6, m=1.0)
-    running = plane.controller.autoscaler._running
-    assert running is not None
+    await plane.up(document(model(tmp_path, control=hanging)))
+    scaler = plane.controller.autoscaler
+    scaler.patience_s = 0.02
+    await Traffic(plane).run(6, m=1.0)
+    assert scaler.latest == {}
     assert len([event for event in plane.controller.status().events if "has not answered" in event]) == 1
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}}}
     plane.controller.apply(document(model(tmp_path, modes=modes, control=hanging)))
     Slow.answers.set()
-    await running
+    await until(lambda: "m" in scaler.latest, "the round has ended")
     assert status(plane).target == 1
-    monkeypatch.setattr(autoscaler, "PATIENCE_S", 60.0)
+    scaler.patience_s = 60.0
     await plane.ticks(1)
     assert status(plane).target == 2
 
@@ -372,8 +374,12 @@ async def test_the_state_of_a_removed_model_is_dropped(plane: Plane, tmp_path: P
     plane.controller.apply(document(model(tmp_path)))
     await traffic.run(20, m=1.0)
     scaler = plane.controller.autoscaler
-    assert set(scaler.latest) == set(scaler._modes) == {"m"}
-    assert set(scaler.journal._skipped) <= {"m"}
+    assert set(scaler.latest) == {"m"}
+    # What was decided on it and not written is forgotten.
+    read = scaler.journal.read(1000, model="other")
+    assert len(read) == sum(
+        isinstance(line, DecisionRound) and "other" in line.decisions for line in scaler.journal.lines()
+    )
     kept = plane.state.load(plane.state.memory_path, KeptState)
     assert kept is not None
     assert set(kept.memories) == set(kept.policies) == {"m"}

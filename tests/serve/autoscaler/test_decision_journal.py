@@ -10,8 +10,7 @@ import pytest
 
 from policy.config.deployment import Budget
 from policy.scaling.decision_types import Memory
-from serve.autoscaler import decision_journal
-from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
+from serve.autoscaler.decision_journal import DecisionRound, Journal, Line, Policies
 from serve.autoscaler.policies import policies_for
 from store import log_file
 from tests.policy.control_play import replayed
@@ -22,8 +21,13 @@ from tests.tidegate.decisions import decision, situation
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Journal:
-    return Journal(tmp_path / "decisions.jsonl")
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "decisions.jsonl"
+
+
+@pytest.fixture
+def log(path: Path) -> Journal:
+    return Journal(path)
 
 
 def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> DecisionRound:
@@ -94,33 +98,33 @@ def test_unwritten_decisions_are_read_in_order(log: Journal) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 100_000])
-def test_the_log_is_read_from_its_end(log: Journal, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(decision_journal, "BLOCK", block)
-    log._path.write_bytes(b'{"half\n' + b"".join(msgspec.json.encode(made(float(i))) + b"\n" for i in (1, 2)))
+def test_the_log_is_read_from_its_end(path: Path, block: int) -> None:
+    log = Journal(path, block_bytes=block)
+    path.write_bytes(b'{"half\n' + b"".join(msgspec.json.encode(made(float(i))) + b"\n" for i in (1, 2)))
     assert [line.at for line in _lines(log)] == [2.0, 1.0]
-    with log._path.open("ab") as file:
+    with path.open("ab") as file:
         file.write(b'{"type":"rou')
     assert [line.at for line in _lines(log)] == [2.0, 1.0]
 
 
-def test_files_are_rotated_and_read_across(log: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_rotated_and_read_across(path: Path) -> None:
     size = len(msgspec.json.encode(made(1000.0))) + 1
-    monkeypatch.setattr(decision_journal, "MAX_BYTES", 3 * size)
+    log = Journal(path, max_bytes=3 * size)
     for i in range(40):
         log.put(made(1000.0 + i, count=i % 2))
         log.flush()
-    files = list(log._path.parent.iterdir())
+    files = list(path.parent.iterdir())
     assert len(files) == 1 + log_file.KEPT
     assert all(file.stat().st_size <= 3 * size + 30 for file in files)
     assert [each.decision.at for each in log.read(last=5)] == [1039.0, 1038.0, 1037.0, 1036.0, 1035.0]
 
 
-def test_an_incomplete_last_line_is_skipped(log: Journal) -> None:
+def test_an_incomplete_last_line_is_skipped(path: Path, log: Journal) -> None:
     log.put(made(1000.0))
     log.flush()
-    with log._path.open("ab") as file:
+    with path.open("ab") as file:
         file.write(b'{"type":"round","at":10')
-    again = Journal(log._path)
+    again = Journal(path)
     again.put(made(1100.0))
     assert written(again) == [1100.0, 1000.0]
 
@@ -157,6 +161,6 @@ async def test_journal_replays_bit_for_bit(plane: Plane, tmp_path: Path) -> None
         assert msgspec.json.encode(again) == msgspec.json.encode(line.decisions)
 
 
-def _lines(log: Journal) -> list[decision_journal.Line]:
+def _lines(log: Journal) -> list[Line]:
     log.flush()
     return list(log.lines())

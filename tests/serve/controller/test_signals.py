@@ -31,7 +31,7 @@ async def test_gateway_reports_reach_the_aggregator(plane: Plane, served: httpx.
         )
         answer = await served.post("/signals", content=msgspec.json.encode(report))
         assert (answer.status_code, answer.json()) == (200, {"wants_detail": False})
-    demand = plane.controller.aggregator.signals("m", plane.controller._monotonic() + 2.0).demand
+    demand = plane.controller.aggregator.signals("m", plane.monotonic() + 2.0).demand
     assert demand is not None
     assert demand.arrivals.last_6_s == pytest.approx(4.0)
     assert demand.age_s == 2.0
@@ -41,5 +41,5 @@ async def test_heartbeats_reach_the_aggregator(plane: Plane, served: httpx.Async
     running = replica(load=Load(at=0.0, running=3))
     beat = Heartbeat(replica=running, engine=EngineReport(deferred=2), gpus=GpuReport(watts=250.0))
     assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
-    (seen,) = plane.controller.aggregator.signals("m", plane.controller._monotonic() + 1.0).replicas
+    (seen,) = plane.controller.aggregator.signals("m", plane.monotonic() + 1.0).replicas
     assert (seen.running, seen.deferred, seen.watts, seen.age_s) == (3, 2, 250.0, 1.0)
