@@ -43,7 +43,7 @@ _MAX_LISTED: Final = 8
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 _COMMENT: Final = b": keep-alive\n\n"
-_WANTED: Final = frozenset(
+HEADERS_READ: Final = frozenset(
     {
         b"accept",
         b"anthropic-version",
@@ -67,7 +67,7 @@ HEADERS: Final = "tidegate.headers"
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
     """The headers of a request that the gateway reads; of equal names the last."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    return {name: value for name, value in headers if name in _WANTED}
+    return {name: value for name, value in headers if name in HEADERS_READ}
 
 
 class Call:

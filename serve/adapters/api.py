@@ -56,7 +56,7 @@ def routes(adapters: AdapterController, audit: ChangeAudit) -> list[Route]:
         adding = library.add(wanted)
         asked = structs.asdict(wanted) | {"source": redacted(wanted.source), "model": adding.key[0]}
         await record(request, "add", adding.key, served(adding.key), asked)
-        return StreamingResponse(_progress(adding, revision), media_type=NDJSON)
+        return StreamingResponse(progress(adding, revision), media_type=NDJSON)
 
     async def remove(request: Request) -> Response:
         model, name = key = _key(request)
@@ -109,7 +109,7 @@ def _key(request: Request) -> tuple[str, str]:
     return request.path_params["model"], request.path_params["name"]
 
 
-async def _progress(adding: AddJob, revision: Revision) -> AsyncIterator[bytes]:
+async def progress(adding: AddJob, revision: Revision) -> AsyncIterator[bytes]:
     """The progress of ``adding``, repeated once a second without a change, and its outcome.
 
     The outcome follows once the gateways were sent the catalog, so that the name can be used at once.

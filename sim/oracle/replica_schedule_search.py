@@ -85,7 +85,7 @@ def search(
             low = factor
         else:
             high = factor
-    windows = _Windows(problem, judged_from)
+    windows = Windows(problem, judged_from)
     trims = _spans(problem)
     part = START_PART
     while len(tried) < runs:
@@ -147,7 +147,7 @@ def _spans(problem: Problem) -> Iterator[NDArray[np.bool_]]:
             return
 
 
-class _Windows:
+class Windows:
     """The windows in which schedules are spliced."""
 
     def __init__(self, problem: Problem, judged_from: int) -> None:
@@ -184,10 +184,10 @@ class _Windows:
         judged = np.add.reduceat(missed, self._starts, axis=1)
         columns = np.arange(len(self._starts))
         low, high = _CHEAP, _DEAR
-        best = _cheapest_path(held_s + high * lost, changes_s)
+        best = cheapest_path(held_s + high * lost, changes_s)
         for _ in range(_BISECTIONS):
             price = math.sqrt(low * high)
-            path = _cheapest_path(held_s + price * lost, changes_s)
+            path = cheapest_path(held_s + price * lost, changes_s)
             if judged[path, columns].sum() <= allowed:
                 best, high = path, price
             else:
@@ -196,7 +196,7 @@ class _Windows:
         return np.asarray(needs[best[bins // self._length], bins])
 
 
-def _cheapest_path(costs: Floats, changes: Floats) -> Ints:
+def cheapest_path(costs: Floats, changes: Floats) -> Ints:
     """The row of ``costs`` in each column; ``changes`` (from, to) are before each column but the first."""
     total, backs = costs[:, 0], []
     for column in range(1, costs.shape[1]):

@@ -151,7 +151,7 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     if made.process.poll() is None:
         made.process.terminate()
         made.process.wait(60)
-    client._http.close()
+    client.close()
 
 
 def stream(replica: Replica, secret: str, lines: list[str]) -> None:

@@ -28,7 +28,7 @@ _IGNORED = """
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention
     prompt_cache_options moderation best_of early_stopping
 """
-_FIELDS = {
+FIELDS = {
     CHAT: _names(
         _SAMPLING,
         _IGNORED,
@@ -38,7 +38,7 @@ _FIELDS = {
     COMPLETION: _names(_SAMPLING, _IGNORED, "prompt"),
 }
 # Other fields may be present with a value that asks for nothing.
-_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
         "n": (None, 1), "echo": (False,), "logprobs": (None, False), "top_logprobs": (None, 0),
         "tools": (None,), "tool_choice": ("none",), "return_token_ids": (None, False),
@@ -54,7 +54,7 @@ _HEADERS = frozenset({b"origin", b"endpoint-load-metrics-format"})
 
 def eligible(path: str, headers: list[tuple[bytes, bytes]], body: Any) -> bool:
     """Whether the fast path knows the request with the decoded ``body``, which may be of any type."""
-    fields, neutral = _FIELDS[path], _NEUTRAL[path]
+    fields, neutral = FIELDS[path], NEUTRAL[path]
     if not isinstance(body, dict) or not _HEADERS.isdisjoint(name for name, _ in headers):
         return False
     for name, value in body.items():

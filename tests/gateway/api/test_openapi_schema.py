@@ -11,7 +11,7 @@ from gateway.api.application import admin_app, client_app
 from gateway.api.external_metrics import GROUP, METRIC
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES, is_anthropic
-from gateway.request_context import _WANTED
+from gateway.request_context import HEADERS_READ
 from policy.config.deployment import GatewayConfig
 
 
@@ -69,7 +69,7 @@ def test_every_header_that_is_read_or_sent_is_described(schema: dict[str, Any]) 
         b"transfer-encoding",
         b"x-tidegate-canary",
     }
-    assert described | keys | others == _WANTED
+    assert described | keys | others == HEADERS_READ
     answers = operation["responses"].values()
     named = {name for answer in answers for name in answer["headers"]}
     assert {"x-tidegate-dropped-fields", "traceresponse", "x-ratelimit-reset-tokens", "allow"} <= named

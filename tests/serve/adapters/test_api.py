@@ -106,7 +106,7 @@ async def test_progress_is_streamed(
     monkeypatch.setattr(api, "PROGRESS_S", 0.001)
     plane.store.gate.clear()
     library = plane.controller.adapters.library
-    lines = api._progress(library.add(AddRequest(name="sql", source="/a")), library.catalog.revision)
+    lines = api.progress(library.add(AddRequest(name="sql", source="/a")), library.catalog.revision)
     seen = []
     async for raw in lines:
         seen.append(msgspec.json.decode(raw, type=AddLine))

@@ -38,15 +38,15 @@ class Reconciler:
     async def restart(self, *sources: dict[str, Any]) -> Reconciler:
         self.library = AdapterLibrary(lambda: self.store, 5.0, lambda text: None)
         self.declaring = DeclaredAdapters(self.library, self.state, lambda: self.now)
-        self._declare(sources, applied=False)
+        self.declare(sources, applied=False)
         await self.library.open()
         return await self.settle()
 
     async def apply(self, *sources: dict[str, Any]) -> Reconciler:
-        self._declare(sources, applied=True)
+        self.declare(sources, applied=True)
         return await self.settle()
 
-    def _declare(self, sources: tuple[dict[str, Any], ...], *, applied: bool) -> None:
+    def declare(self, sources: tuple[dict[str, Any], ...], *, applied: bool) -> None:
         tenants = [{"name": "acme", "keys_sha256": ["a" * 64]}]
         document = deployment(sim_model(adapters={"sources": list(sources)}), tenants=tenants)
         self.library.declare(document)
@@ -212,7 +212,7 @@ async def test_first_start_checks_folders_again(reconciler: Reconciler, tmp_path
 async def test_a_name_removed_during_its_import_is_not_added_again(reconciler: Reconciler) -> None:
     await reconciler.restart(source())
     reconciler.store.gate.clear()
-    reconciler._declare((source(at="hf:org/b"),), applied=True)
+    reconciler.declare((source(at="hf:org/b"),), applied=True)
     await reconciler.declaring.step()
     await reconciler.declaring.remove(SQL)
     reconciler.store.gate.set()
@@ -252,11 +252,11 @@ async def test_the_last_source_is_served_if_it_changes_during_an_import(reconcil
     reconciler.store.gate.clear()
     reconciler.library = AdapterLibrary(lambda: reconciler.store, 5.0, lambda text: None)
     reconciler.declaring = DeclaredAdapters(reconciler.library, reconciler.state, lambda: reconciler.now)
-    reconciler._declare((source(),), applied=False)
+    reconciler.declare((source(),), applied=False)
     await reconciler.library.open()
     await reconciler.declaring.step()
     assert reconciler.library.fetching() == {SQL: "waiting for other imports"}
-    reconciler._declare((source(at="hf:org/b"),), applied=True)
+    reconciler.declare((source(at="hf:org/b"),), applied=True)
     reconciler.store.gate.set()
     await reconciler.settle()
     await reconciler.settle()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sim.oracle.clairvoyant import Plan, plan_layers
 from sim.oracle.provisioning_problem import Problem
-from sim.oracle.replica_schedule_search import FLUID, Judged, Schedule, _cheapest_path, _Windows, search
+from sim.oracle.replica_schedule_search import FLUID, Judged, Schedule, Windows, cheapest_path, search
 from sim.simulator.run_record import Floats
 
 # Half an hour of 20 requests a second, more or less; each replica is assumed to take 2.
@@ -101,7 +101,7 @@ def test_every_schedule_was_run_once_and_no_more_than_asked_for() -> None:
 
 
 def test_misses_before_the_judged_bins_are_not_of_the_target() -> None:
-    windows = _Windows(ASKED, 30)
+    windows = Windows(ASKED, 30)
     assert windows.allowed == pytest.approx(0.01 * ASKED.demand[30:].sum())
     assert windows.missed(Judged(np.ones(BINS), 0.9, 1.0)) == BINS - 30
 
@@ -126,7 +126,7 @@ def test_a_load_that_the_least_count_serves_is_run_once() -> None:
 
 
 def test_a_splice_takes_each_window_from_the_run_that_is_cheaper_there() -> None:
-    windows = _Windows(ASKED, 0)
+    windows = Windows(ASKED, 0)
     few, many = np.full(BINS, 5), np.full(BINS, 10)
     missed = np.where(np.arange(BINS) < 90, 50.0, 0.0)
     tried = [
@@ -136,7 +136,7 @@ def test_a_splice_takes_each_window_from_the_run_that_is_cheaper_there() -> None
     assert windows.splice(tried, windows.allowed).tolist() == [10] * 90 + [5] * 90
     assert windows.splice(tried, 1e9).tolist() == few.tolist()
     # Before the judged bins, misses use up nothing of the allowance.
-    late = _Windows(ASKED, 90)
+    late = Windows(ASKED, 90)
     assert late.splice(tried, late.allowed).tolist() == few.tolist()
 
 
@@ -163,5 +163,5 @@ def test_no_other_path_is_cheaper(drawn: list[tuple[list[int], list[int]]]) -> N
         held = sum(costs[row, column] for column, row in enumerate(path))
         return float(held + sum(changes[path[i], path[i + 1], i] for i in range(columns - 1)))
 
-    found = tuple(_cheapest_path(costs, changes).tolist())
+    found = tuple(cheapest_path(costs, changes).tolist())
     assert taken(found) == min(taken(path) for path in product(range(rows), repeat=columns))

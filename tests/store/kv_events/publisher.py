@@ -42,8 +42,8 @@ class Publisher:
 
     def start(self) -> None:
         context = zmq.asyncio.Context.instance()
-        self._pub, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        self.port = _bound(self._pub, self.port)
+        self.pub, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self.port = _bound(self.pub, self.port)
         self.replay_port = _bound(self._router, self.replay_port)
         self._old.clear()
         self._number = 0
@@ -56,14 +56,14 @@ class Publisher:
 
     async def send(self, payload: bytes, *, lost: bool = False) -> None:
         if not lost:
-            await self._pub.send_multipart([b"", self._number.to_bytes(8), payload])
+            await self.pub.send_multipart([b"", self._number.to_bytes(8), payload])
         self._old.append((self._number, payload))
         self._number += 1
 
     async def stop(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
-        self._pub.close(0)
+        self.pub.close(0)
         self._router.close(0)
 
     async def _repeat(self) -> None:

@@ -86,8 +86,8 @@ async def test_hostile_messages_end_nothing() -> None:
     async with publishing() as publisher:
         async with following(publisher) as subscriber:
             await publisher.send(b"\xc1")
-            await publisher._pub.send_multipart([b"alone"])
-            await publisher._pub.send_multipart([b"", b"", b"", b"\xff" * 100, b"x"])
+            await publisher.pub.send_multipart([b"alone"])
+            await publisher.pub.send_multipart([b"", b"", b"", b"\xff" * 100, b"x"])
             await until(lambda: subscriber.log.malformed > 0)
             await publisher.send(bytes(kv_event_subscriber.MAX_BATCH_BYTES + 1))
             await until(lambda: not subscriber.current)

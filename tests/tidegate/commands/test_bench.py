@@ -233,7 +233,7 @@ def test_no_word_of_the_table_of_policies_is_broken(
         size=ReplicaSize(mu=1.0, factor=0.961, full=Full(at_once=1.0, kv_used=0.5, least=1, most=2)),
         table=RankingTable((oracle,), tuple(map(ranking_of, NAMES))),
     )  # fmt: skip
-    bench._print_ranking(score, 0.99)
+    bench.print_ranking(score, 0.99)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     rows = [line.split() for line in lines]

@@ -199,7 +199,7 @@ def test_a_key_ends_it(typed: str, ends: bool, monkeypatch: pytest.MonkeyPatch) 
     keys = SimpleNamespace(isatty=lambda: True, read=lambda count: typed)
     monkeypatch.setattr(command.sys, "stdin", keys)
     monkeypatch.setattr(command.select, "select", lambda *given: ([keys], [], []))
-    assert command._pressed("q", 1.0) is ends
+    assert command.pressed("q", 1.0) is ends
 
 
 @pytest.mark.process

@@ -129,7 +129,7 @@ def top(state: StateDir, once: bool) -> None:
                 else Text(data.nothing_runs)
             )
             live.update(shown, refresh=True)
-            if _pressed(_QUIT, _PERIOD_S):
+            if pressed(_QUIT, _PERIOD_S):
                 return
             data = watcher.read(time.time())
 
@@ -148,7 +148,7 @@ def _keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _pressed(key: str, within_s: float) -> bool:
+def pressed(key: str, within_s: float) -> bool:
     """Whether ``key`` is pressed ``within_s`` seconds, which pass otherwise."""
     if not sys.stdin.isatty():
         time.sleep(within_s)

@@ -144,7 +144,7 @@ def policies(
             path.write_text(chart(_ranking_title(score), ranking, setup.attainment), encoding="utf-8")
             warn(f"Chart written to {path}")
         if not as_json:
-            _print_ranking(score, setup.attainment)
+            print_ranking(score, setup.attainment)
     if as_json:
         print_json({"traces": scores})
 
@@ -166,7 +166,7 @@ def _ranking_title(score: PolicyScore) -> str:
     return f"{score.trace}, {half}, {load}, {plural(score.seeds, 'seed')}"
 
 
-def _print_ranking(score: PolicyScore, promised: float) -> None:
+def print_ranking(score: PolicyScore, promised: float) -> None:
     number = "{:.2f}".format
     for oracle in score.table.oracles:
         lower = optional(oracle.lower_gpu_hours, ", lower bound {:.2f}".format) or ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve.engine.fast_path.eligibility import _FIELDS, _NEUTRAL, CHAT, COMPLETION, eligible
+from serve.engine.fast_path.eligibility import CHAT, COMPLETION, FIELDS, NEUTRAL, eligible
 from tests.serve.engine.fast_path.corpus import corpus
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -65,7 +65,7 @@ def test_what_adds_fields_choices_or_reads_the_text_is_not(path: str, body: Any)
 def test_the_contract_with_vllm_sends_every_field(path: str) -> None:
     """Those listed here, and those of vLLM's own model of a request."""
     sent = {name for request in corpus("m", [1]) if request.path == path for name in request.body}
-    assert _FIELDS[path] | set(_NEUTRAL[path]) <= sent
+    assert FIELDS[path] | set(NEUTRAL[path]) <= sent
 
 
 @pytest.mark.vllm
