@@ -32,20 +32,32 @@ from policy.types import EngineKind, Replica
 from policy.wire.vllm_metrics import VllmMetrics
 from store.key_derivation import read_key
 
-PROBE_EVERY_S = 2.0
-PROBE_TIMEOUT_S = 2.0
 # Servers that come and go together are taken together.
 COALESCE_S = 0.05
-# How often a server that answers requests is asked for its models.
-LIST_EVERY_S = 10.0
 # The most names of models that are shown for a server that does not serve ours.
 MAX_NAMES = 5
 # Of an answer, which is decoded in one turn of the event loop.
 MAX_LISTING = 1024 * 1024
-# How often a server with requests in flight is asked for its queue, and one without vLLM's metrics for them.
-READ_EVERY_S, METRICS_EVERY_S = 1.0, 10.0
+# How often a server without vLLM's metrics is asked for them.
+METRICS_EVERY_S = 10.0
 _RUNNING, _WAITING = "num_requests_running", "num_requests_waiting"
 _QUEUE = VllmMetrics(_RUNNING, _WAITING)
+
+
+class PollTimes(NamedTuple):
+    """How often servers are asked, and how long a probe waits for its answer, in seconds.
+
+    A server that answers requests is asked for its models each ``list_every_s``, one with requests in flight
+    for its queue each ``read_every_s``.
+    """
+
+    probe_every_s: float = 2.0
+    probe_timeout_s: float = 2.0
+    list_every_s: float = 10.0
+    read_every_s: float = 1.0
+
+
+TIMES = PollTimes()
 
 
 class _Listed(msgspec.Struct):
@@ -80,6 +92,7 @@ class ExternalPoller:
     view: FleetView
     deployment: Callable[[], Deployment]
     log: Log
+    times: PollTimes = TIMES
 
     def __post_init__(self) -> None:
         self._discovery = ServerDiscovery(self.log)
@@ -124,7 +137,7 @@ class ExternalPoller:
             bases = {base for _, base in current}
             self._metrics_due = {base: due for base, due in self._metrics_due.items() if base in bases}
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._discovery.changed.wait(), PROBE_EVERY_S)
+                await asyncio.wait_for(self._discovery.changed.wait(), self.times.probe_every_s)
                 await asyncio.sleep(COALESCE_S)
             self._discovery.changed.clear()
 
@@ -138,7 +151,7 @@ class ExternalPoller:
 
     async def _read_queues(self) -> None:
         while True:
-            await asyncio.sleep(READ_EVERY_S)
+            await asyncio.sleep(self.times.read_every_s)
             busy = [
                 self._read_queue(name, server)
                 for name, servers in self._servers.items()
@@ -185,7 +198,7 @@ class ExternalPoller:
         last = self._answers.pop((model, base), None)
         if last is not None and last.access != access:
             last = None
-        if last is not None and reads > last.reads and at < last.at + LIST_EVERY_S:
+        if last is not None and reads > last.reads and at < last.at + self.times.list_every_s:
             answer = last._replace(reads=reads)
             self._answers[model, base] = answer
             return answer
@@ -204,7 +217,7 @@ class ExternalPoller:
                 ):
                     self._answers[model, base] = last = last._replace(late=late)
                     return last
-                problem = _cause(error)
+                problem = _cause(error, self.times.probe_timeout_s)
             except _NotServed as error:
                 problem = str(error)
             else:
@@ -248,7 +261,9 @@ class ExternalPoller:
         trusts = ca_file, changed_ns
         if trusts not in self._clients:
             verify = ssl.create_default_context(cafile=ca_file)
-            self._clients[trusts] = httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False, verify=verify)
+            self._clients[trusts] = httpx.AsyncClient(
+                timeout=self.times.probe_timeout_s, trust_env=False, verify=verify
+            )
         return self._clients[trusts]
 
 
@@ -278,10 +293,10 @@ def _others(theirs: str, listed: list[_Listed]) -> str:
     return f"does not serve {theirs!r}, but {shown}{more}: set the server's `model`"
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: BaseException, timeout_s: float) -> str:
     """The reason for a server that gave no answer."""
     if isinstance(error, httpx.TimeoutException):
-        return f"no answer within {PROBE_TIMEOUT_S:g} s"
+        return f"no answer within {timeout_s:g} s"
     cause = next((each for each in causes(error) if isinstance(each, OSError) and each.errno), None)
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {cause.verify_message}"

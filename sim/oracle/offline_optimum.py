@@ -21,7 +21,7 @@ from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
 from sim.oracle.least_work import least_problem, least_work, tokens_of
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.provisioning_problem import Problem
-from sim.oracle.replica_capacity import attained_rate
+from sim.oracle.replica_capacity import TRIALS, Trials, attained_rate
 from sim.simulator.fault_scenario import Scenario
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
@@ -61,8 +61,9 @@ def bounds_of(
     *,
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
+    trials: Trials = TRIALS,
 ) -> Bounds:
-    """The bounds of all models together; ``progress`` gets what is tried.
+    """The bounds of all models together; ``progress`` gets what is tried, in these ``trials``.
 
     Each mode is measured and planned at several capacity factors, each of which takes several runs.
 
@@ -75,7 +76,9 @@ def bounds_of(
             held_s = group.gpus * surveyed.ends_at
             lower, achievable = lower + held_s, achievable + held_s
         elif load := surveyed.loads.get(spec.name):
-            oracle = _Oracle(deployment, spec, arrivals, load, surveyed.ends_at, scenario, seed, progress)
+            oracle = _Oracle(
+                deployment, spec, arrivals, load, surveyed.ends_at, scenario, seed, progress, trials
+            )
             modes = oracle.modes()
             achievable += oracle.planned_s(modes)
             lower += oracle.least_s(modes)
@@ -104,6 +107,7 @@ class _Oracle:
     scenario: Scenario
     seed: int
     progress: Callable[[str], None]
+    trials: Trials
 
     def modes(self) -> list[_Mode]:
         """The modes in which requests meet the SLO at some rate; at least one."""
@@ -119,7 +123,13 @@ class _Oracle:
             self.progress(f"{self.spec.name}: what a replica of {name} attains")
             try:
                 rate = attained_rate(
-                    self.deployment, self.spec, name, arrivals=self._mine, load=self.load, seed=self.seed
+                    self.deployment,
+                    self.spec,
+                    name,
+                    arrivals=self._mine,
+                    load=self.load,
+                    seed=self.seed,
+                    trials=self.trials,
                 )
             except ValueError:
                 continue

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -58,11 +59,20 @@ def rate_attaining(
 REPLICAS, LEAST_REPLICAS = 10, 3
 MOST_REQUESTS = 50_000
 
-# A trial sends at least so many requests for at least so long: a 99th percentile needs many.
-REQUESTS = 2000
-LASTS_S = 60.0
-# Limits of a trial: its simulated duration, and how often each request of a short trace is repeated.
-MOST_S = 4 * 3600.0
+
+class Trials(NamedTuple):
+    """A trial sends at least so many ``requests`` for at least ``lasts_s``: a 99th percentile needs many.
+
+    It ends after ``most_s``, all in simulated time.
+    """
+
+    requests: int = 2000
+    lasts_s: float = 60.0
+    most_s: float = 4 * 3600.0
+
+
+TRIALS = Trials()
+# How often each request of a short trace is repeated at most.
 AGAIN = 100
 # The first fraction of requests finds idle replicas and is not counted.
 WARM = 0.25
@@ -83,6 +93,7 @@ def attained_rate(
     arrivals: Callable[[], Iterable[Arrival]],
     load: Load,
     seed: int,
+    trials: Trials = TRIALS,
 ) -> float:
     """Requests per second of one replica at which the SLO's attainment is just met.
 
@@ -103,14 +114,14 @@ def attained_rate(
     edge = capability(timing, _means(sample, load, timing.limits), slo).mu_max
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         return edge
-    affordable = int(MOST_REQUESTS / (_HIGH * edge * LASTS_S))
+    affordable = int(MOST_REQUESTS / (_HIGH * edge * trials.lasts_s))
     count = min(max(LEAST_REPLICAS, min(REPLICAS, affordable)), spec.modes[mode].bounds.max, load.requests)
     fixed = _fixed(deployment, spec, mode, count)
     policies = {spec.name: Static()}
 
     @cache
     def run(rate: float) -> float:
-        record = simulate(fixed, policies, _retimed(sample, rate * count, seed), seed=seed)
+        record = simulate(fixed, policies, _retimed(sample, rate * count, seed, trials), seed=seed)
         met = record.requests[spec.name].met
         return float(np.mean(met[int(WARM * len(met)) :]))
 
@@ -158,12 +169,12 @@ def _sample(arrivals: Callable[[], Iterable[Arrival]], load: Load) -> Sequence[A
     return list(itertools.islice(arrivals(), first, first + each * SAMPLE, each))
 
 
-def _retimed(sample: Sequence[Arrival], rate: float, seed: int) -> Iterator[Arrival]:
+def _retimed(sample: Sequence[Arrival], rate: float, seed: int, trials: Trials) -> Iterator[Arrival]:
     """The requests in order, at random instants of ``rate``; a short sample is repeated."""
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     at = 0.0
-    for i in range(max(min(REQUESTS, AGAIN * len(sample)), int(rate * LASTS_S))):
+    for i in range(max(min(trials.requests, AGAIN * len(sample)), int(rate * trials.lasts_s))):
         at += rng.expovariate(rate)
-        if i and at > MOST_S:
+        if i and at > trials.most_s:
             return
         yield sample[i % len(sample)]._replace(at=at)

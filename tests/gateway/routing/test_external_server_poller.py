@@ -12,9 +12,8 @@ from typing import Any, cast
 import pytest
 
 from gateway.http.http1_client import ConnectionPool
-from gateway.routing import external_server_poller
 from gateway.routing.external_server_options import ServerAccess
-from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller
+from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller, PollTimes
 from gateway.routing.fleet import FleetView
 from gateway.telemetry.structured_log import Log
 from policy.deployment_file.parse import parse
@@ -79,10 +78,13 @@ class Busy(View):
         self.enough.set()
 
 
-async def probe(view: View, server: str | dict[str, Any], **more: Any) -> None:
+AT_ONCE = PollTimes(probe_every_s=0.0)
+
+
+async def probe(view: View, server: str | dict[str, Any], times: PollTimes = AT_ONCE, **more: Any) -> None:
     """Probe the only server of the model "alpha", with ``more`` keys, as often as ``view`` wants."""
     document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]} | more]})
-    task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document, Log(0)).run())
+    task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document, Log(0), times).run())
     async with asyncio.timeout(60):
         await view.enough.wait()
     task.cancel()
@@ -109,12 +111,10 @@ async def serving(*answers: tuple[int, bytes], tls: ssl.SSLContext | None = None
     ids=["it answers no request", "it answers requests", "what is new there is due"],
 )
 async def test_a_server_is_probed_unless_its_answers_show_that_it_is_up(
-    monkeypatch: pytest.MonkeyPatch, growth: int, list_every_s: float, asked: int
+    growth: int, list_every_s: float, asked: int
 ) -> None:
-    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
-    monkeypatch.setattr(external_server_poller, "LIST_EVERY_S", list_every_s)
     view, server = View(growth, TURNS), await serving((200, LISTING))
-    await probe(view, f"{server.url}/v1")
+    await probe(view, f"{server.url}/v1", AT_ONCE._replace(list_every_s=list_every_s))
     await server.stop()
     assert len(server.hits) == asked
     for replica, access, length in view.turns:
@@ -123,9 +123,8 @@ async def test_a_server_is_probed_unless_its_answers_show_that_it_is_up(
 
 
 async def test_a_server_has_the_shape_and_adapters_that_it_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
     server = await serving((200, LISTING))
     shapes = {"big": {"gpus": 2, "tensor_parallel": 2, "max_in_flight": 9}, "small": {"gpus": 1}}
     given = {"url": server.url, "shape": "big", "adapters": ["sql", "chat"]}
@@ -146,8 +145,7 @@ async def test_a_server_has_the_shape_and_adapters_that_it_is_given(
     assert [(each["event"], each["problem"]) for each in logged] == [("server_metadata_invalid", problem)]
 
 
-async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
+async def test_a_failed_probe_is_repeated() -> None:
     view = View(1, TURNS)
     server = await serving(
         (503, b""), (200, b'{"data":[{"id":"\xff"}]}'), (200, b"[" * 100_000), (200, LISTING)
@@ -159,9 +157,7 @@ async def test_a_failed_probe_is_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-async def test_a_server_is_down_after_two_late_answers_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
-    monkeypatch.setattr(external_server_poller, "PROBE_TIMEOUT_S", 0.3)
+async def test_a_server_is_down_after_two_late_answers_in_a_row() -> None:
     late = {2, 4, 5}  # the first time after an answer, and then twice in a row
     server = FakeUpstream()
 
@@ -172,7 +168,7 @@ async def test_a_server_is_down_after_two_late_answers_in_a_row(monkeypatch: pyt
     server.answer = answer
     await server.start()
     view = View(turns=TURNS)
-    await probe(view, server.url)
+    await probe(view, server.url, AT_ONCE._replace(probe_timeout_s=0.3))
     await server.stop()
     stopped, ready = ReplicaPhase.STOPPED, ReplicaPhase.READY
     assert [replica.state for replica, _, _ in view.turns] == [ready] * 4 + [stopped, ready]
@@ -252,9 +248,8 @@ GAUGES = "vllm:num_requests_running{0} {1}\nvllm:num_requests_waiting{0} {2}\n"
     ids=["plain", "two engines", "one gauge", "no number", "overflow", "not finite", "too long", "one line"],
 )
 async def test_a_queue_is_read_from_well_formed_metrics_alone(
-    monkeypatch: pytest.MonkeyPatch, metrics: str, queue: ServerQueue | None
+    metrics: str, queue: ServerQueue | None
 ) -> None:
-    monkeypatch.setattr(external_server_poller, "READ_EVERY_S", 0.01)
     view, server = Busy(), FakeUpstream()
 
     async def answer(exchange: Exchange) -> None:
@@ -262,15 +257,12 @@ async def test_a_queue_is_read_from_well_formed_metrics_alone(
 
     server.answer = answer
     await server.start()
-    await probe(view, server.url)
+    await probe(view, server.url, PollTimes(read_every_s=0.01))
     await server.stop()
     assert view.queues == [queue]
 
 
-async def test_a_renewed_certificate_file_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(external_server_poller, "PROBE_EVERY_S", 0)
+async def test_a_renewed_certificate_file_is_read_again(tmp_path: Path) -> None:
     certificate = tmp_path / "ca.pem"
     server = await serving((200, LISTING), tls=certify(certificate))
     renewed = certificate.read_bytes()

@@ -16,9 +16,8 @@ from policy.errors import TargetError
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.policies.static import Static
 from sim.arrivals import Arrival
-from sim.oracle import replica_capacity
 from sim.oracle.offline_optimum import bounds_of
-from sim.oracle.replica_capacity import attained_rate
+from sim.oracle.replica_capacity import TRIALS, Trials, attained_rate
 from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.run import simulate
 from sim.workload.per_model_load import ModelNames, survey
@@ -58,8 +57,8 @@ def arrivals() -> Iterator[Arrival]:
         at += 1.0 if at < STEP_S else 0.25
 
 
-def _bounds(of: Deployment) -> tuple[float, float]:
-    found = bounds_of(of, arrivals, survey(arrivals(), ModelNames(["m"])), NO_FAULTS)
+def _bounds(of: Deployment, trials: Trials = TRIALS) -> tuple[float, float]:
+    found = bounds_of(of, arrivals, survey(arrivals(), ModelNames(["m"])), NO_FAULTS, trials=trials)
     assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
     return found.lower_gpu_hours * 3600, found.achievable_gpu_hours * 3600
 
@@ -114,11 +113,9 @@ def test_too_few_replicas_are_refused() -> None:
         _bounds(deployment(most=2))
 
 
-def test_an_slo_that_no_rate_attains_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_capacity, "REQUESTS", 50)
-    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
+def test_an_slo_that_no_rate_attains_is_refused() -> None:
     with pytest.raises(TargetError, match="miss the SLO at any rate, in every mode"):
-        _bounds(deployment(slo={"ttft_p95_s": 0.001}))
+        _bounds(deployment(slo={"ttft_p95_s": 0.001}), Trials(requests=50, lasts_s=1.0))
 
 
 def shared(cached: float) -> list[Arrival]:
@@ -136,12 +133,11 @@ def shared(cached: float) -> list[Arrival]:
 @pytest.mark.long
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
 def test_no_policy_takes_less_than_the_plan_or_the_bound_however_much_is_cached(
-    cached: float, monkeypatch: pytest.MonkeyPatch
+    cached: float,
 ) -> None:
-    monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
-    monkeypatch.setattr(replica_capacity, "LASTS_S", 20.0)
     of, made = deployment(most=24, slo={"ttft_p95_s": 8.0}), shared(cached)
-    found = bounds_of(of, lambda: made, survey(made, ModelNames(["m"])), NO_FAULTS)
+    trials = Trials(requests=300, lasts_s=20.0)
+    found = bounds_of(of, lambda: made, survey(made, ModelNames(["m"])), NO_FAULTS, trials=trials)
     assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
     assert found.lower_gpu_hours <= found.achievable_gpu_hours
     planned_s = 0.98 * 3600 * found.achievable_gpu_hours
@@ -152,14 +148,15 @@ def test_no_policy_takes_less_than_the_plan_or_the_bound_however_much_is_cached(
 
 
 @pytest.mark.slow
-def test_an_objective_lowers_the_rate_that_a_replica_attains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
-    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
+def test_an_objective_lowers_the_rate_that_a_replica_attains() -> None:
+    trials = Trials(requests=300, lasts_s=1.0)
 
     def rate(**slo: float) -> float:
         of = deployment(slo=slo) if slo else deployment()
         load = survey(arrivals(), ModelNames(["m"])).loads["m"]
-        return attained_rate(of, of.models[0], "multi-replica", arrivals=arrivals, load=load, seed=1)
+        return attained_rate(
+            of, of.models[0], "multi-replica", arrivals=arrivals, load=load, seed=1, trials=trials
+        )
 
     free, loose, tight = rate(), rate(ttft_p95_s=20.0), rate(ttft_p95_s=3.0, itl_p95_s=0.25)
     assert 0 < tight < loose <= 1.2 * free

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from policy.deployment_file.parse import parse
 from sim.arrivals import Arrival
 from sim.oracle import replica_capacity
-from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
+from sim.oracle.replica_capacity import AGAIN, TRIALS, Trials, attained_rate, rate_attaining
 from sim.simulator import run as simulator_run
 from sim.simulator.run_record import Record
 from sim.workload.per_model_load import ModelNames, survey
@@ -33,7 +33,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     return made
 
 
-def rate(requests: Sequence[Arrival], speed: float = 0.05) -> float:
+def rate(requests: Sequence[Arrival], speed: float = 0.05, trials: Trials = TRIALS) -> float:
     model = {
         "name": "m",
         "engine": "sim",
@@ -44,7 +44,9 @@ def rate(requests: Sequence[Arrival], speed: float = 0.05) -> float:
     }
     of = parse({"models": [model]})
     load = survey(requests, ModelNames(["m"])).loads["m"]
-    return attained_rate(of, of.models[0], "multi-replica", arrivals=lambda: requests, load=load, seed=0)
+    return attained_rate(
+        of, of.models[0], "multi-replica", arrivals=lambda: requests, load=load, seed=0, trials=trials
+    )
 
 
 @pytest.mark.slow
@@ -56,10 +58,9 @@ def test_the_capacity_of_a_short_trace_needs_short_trial_runs(runs: list[Record]
 
 
 @pytest.mark.long
-def test_trials_of_slow_engines_are_bounded(runs: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_capacity, "MOST_S", 100.0)
-    rate([Arrival(float(i), 200, 20) for i in range(50)])
-    assert MOST_S > 100.0
+def test_trials_of_slow_engines_are_bounded(runs: list[Record]) -> None:
+    rate([Arrival(float(i), 200, 20) for i in range(50)], trials=Trials(most_s=100.0))
+    assert TRIALS.most_s > 100.0
     assert all(run.requests["m"].at[-1] <= 100.0 for run in runs)
 
 
@@ -70,18 +71,17 @@ def test_requests_beyond_the_context_length_are_refused_without_a_run(runs: list
 
 
 @pytest.mark.long
-def test_cached_prompts_multiply_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
-    monkeypatch.setattr(replica_capacity, "LASTS_S", 5.0)
+def test_cached_prompts_multiply_the_capacity() -> None:
+    trials = Trials(requests=300, lasts_s=5.0)
     alone = [Arrival(float(i), 4100, 4) for i in range(100)]
-    assert rate([arrival._replace(blocks=tuple(range(1, 9))) for arrival in alone]) > 4 * rate(alone)
+    cached = [arrival._replace(blocks=tuple(range(1, 9))) for arrival in alone]
+    assert rate(cached, trials=trials) > 4 * rate(alone, trials=trials)
 
 
 @pytest.mark.long
-def test_one_request_beyond_the_context_length_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_capacity, "REQUESTS", 500)
-    usual = [Arrival(float(i), 200, 20) for i in range(500)]
-    assert rate([GIANT, *usual]) == pytest.approx(rate(usual), rel=0.1)
+def test_one_request_beyond_the_context_length_changes_little() -> None:
+    usual, trials = [Arrival(float(i), 200, 20) for i in range(500)], Trials(requests=500)
+    assert rate([GIANT, *usual], trials=trials) == pytest.approx(rate(usual, trials=trials), rel=0.1)
 
 
 @pytest.mark.slow

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
 
-from sim.oracle import replica_capacity
+from sim.oracle.offline_optimum import bounds_of
+from sim.oracle.replica_capacity import Trials
 from tidegate.cli import group
 from tidegate.exit_codes import Exit, exit_of
 
@@ -81,8 +83,8 @@ def test_the_json_has_exactly_the_documented_keys_and_is_deterministic(site: Pat
 
 @pytest.mark.slow
 def test_the_lower_bounds_are_below_the_cost_of_a_policy(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_capacity, "REQUESTS", 200)
-    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
+    short = partial(bounds_of, trials=Trials(requests=200, lasts_s=1.0))
+    monkeypatch.setattr("tidegate.commands.simulation.simulate.bounds_of", short)
     result = run(site, "--json")
     document = json.loads(result.stdout)
     oracle, (policy,) = document["oracle"], document["policies"].values()
