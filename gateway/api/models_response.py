@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -16,16 +17,20 @@ KEPT = 16
 # Cards that are encoded in one turn of the event loop.
 CARDS_A_TURN: Final = 1024
 
+MakeCard = Callable[[str, Entry, ServedModel, str], dict[str, Any]]
+
 
 class ModelList:
     """The bodies of ``/v1/models``; the adapters' part is joined once per catalog and set of tenants.
 
-    An adapter's card is encoded once per name that it has for a client: catalogs change often, and little.
+    An adapter's card is made once per name that it has for a client, by ``card``: catalogs change often, and
+    little.
     """
 
-    def __init__(self, fleet: FleetView, catalog: CatalogView) -> None:
+    def __init__(self, fleet: FleetView, catalog: CatalogView, card: MakeCard | None = None) -> None:
         self._fleet = fleet
         self._catalog = catalog
+        self._card = card or adapter_card
         self._made: dict[View, asyncio.Task[bytes]] = {}
         self._made_of: object = None
 
@@ -46,7 +51,7 @@ class ModelList:
             base = self._fleet.get(entry.alias.model)
             if base is not None:
                 digest = entry.main.digest if pinned is None else pinned.digest
-                return msgspec.json.encode(_adapter_card(name, entry, base, digest))
+                return msgspec.json.encode(self._card(name, entry, base, digest))
         if (listed := self._fleet.listing(name)) is not None and principal.may_use(listed[0].name, listed[1]):
             return msgspec.json.encode(_card(name, listed[0], listed[0].name))
         return None
@@ -83,7 +88,7 @@ class ModelList:
             taken.add(name)
             made_of, card = entry.cards.get(name, (None, b""))
             if not card or made_of != base.max_model_len:
-                card = msgspec.json.encode(_adapter_card(name, entry, base, entry.main.digest))
+                card = msgspec.json.encode(self._card(name, entry, base, entry.main.digest))
                 entry.cards[name] = base.max_model_len, card
             cards.append(card)
         return b",".join(cards)
@@ -97,7 +102,8 @@ def _served_cards(served: ServedModel, principal: Principal) -> list[dict[str, A
     return [_card(served.name, served, None), *(_card(name, served, served.name) for name in listed)]
 
 
-def _adapter_card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:
+def adapter_card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:
+    """The card of an adapter that a client calls ``name``, at the version with this ``digest``."""
     return {**_card(name, base, base.name), "created": int(entry.alias.at), "root": digest}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final
 
@@ -18,8 +18,9 @@ class LoadedAdapters:
     those listed.
     """
 
-    def __init__(self, loaded: Sequence[str], *, loads: bool) -> None:
+    def __init__(self, loaded: Sequence[str], *, loads: bool, clock: Callable[[], float] = monotonic) -> None:
         self.loads = loads
+        self._clock = clock
         self.loaded = frozenset(loaded)
         self.refused: frozenset[str] = frozenset()
         self._listed: Sequence[str] = ()
@@ -35,7 +36,7 @@ class LoadedAdapters:
             return adapter in self.loaded
         if adapter in self.refused:
             return False
-        return not self._failed or self._failed.get(adapter, 0.0) <= monotonic()
+        return not self._failed or self._failed.get(adapter, 0.0) <= self._clock()
 
     @property
     def serves_all(self) -> bool:
@@ -54,7 +55,7 @@ class LoadedAdapters:
         """Adapters that it could not load lately, by its own list and by refused requests."""
         if not self._failed:
             return self.refused
-        now = monotonic()
+        now = self._clock()
         return self.refused | {name for name, until in self._failed.items() if until > now}
 
     def update(self, loaded: Sequence[str], refused: Sequence[str]) -> bool:
@@ -67,7 +68,7 @@ class LoadedAdapters:
 
     def failed(self, adapter: str) -> None:
         """It could not load ``adapter`` just now; its next list may be older than this."""
-        now = monotonic()
+        now = self._clock()
         while self._failed and next(iter(self._failed.values())) <= now:
             self._failed.popitem(last=False)
         self._failed[adapter] = now + FAILED_S

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api import models_response
-from gateway.api.models_response import CARDS_A_TURN, KEPT, ModelList
+from gateway.api.models_response import CARDS_A_TURN, KEPT, ModelList, adapter_card
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.routing.discovered_server import external_replica
@@ -40,12 +39,15 @@ ANYONE, WEB, SHOP = (Principal(TenantAccount(name, b"")) for name in ("", "web",
 
 
 class Site:
+    """``made``: the cards of adapters that were made."""
+
     def __init__(self) -> None:
+        self.made = Mock(side_effect=adapter_card)
         self.fleet = FleetView("", Metrics())
         self.catalog = CatalogView(lambda: 0)
         self.fleet.read_document(DOCUMENT)
         self.catalog.read(DOCUMENT)
-        self.listing = ModelList(self.fleet, self.catalog)
+        self.listing = ModelList(self.fleet, self.catalog, self.made)
 
     def publish(self, *aliases: dict[str, Any]) -> None:
         self.catalog.take(msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog))
@@ -107,10 +109,9 @@ async def test_a_tenant_sees_only_its_adapters(site: Site) -> None:
     assert site.one(f"web-only@{OLD}", SHOP) is None
 
 
-async def test_a_list_is_cached_until_the_catalog_or_fleet_changes(site: Site) -> None:
+async def test_a_list_follows_the_catalog_and_the_fleet(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD) for i in range(100)))
-    made = await site.listing._adapters(WEB)
-    assert await site.listing._adapters(SHOP) is made
+    assert len(await site.ids()) == 3 + 100
     site.publish(alias("sql", OLD))
     assert (await site.ids())[3:] == ["sql"]
     model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
@@ -119,11 +120,7 @@ async def test_a_list_is_cached_until_the_catalog_or_fleet_changes(site: Site) -
     assert json.loads(await site.listing.all(ANYONE))["data"][3]["max_model_len"] == 2048
 
 
-async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Mock(side_effect=models_response._adapter_card)
-    monkeypatch.setattr(models_response, "_adapter_card", made)
+async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(site: Site) -> None:
     tenants = [Principal(TenantAccount(f"tenant-{i}", b"")) for i in range(2 * KEPT)]
     aliases = [alias(f"adapter-{i}", OLD) for i in range(100)]
     aliases += [alias(f"own-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(2 * KEPT)]
@@ -131,10 +128,10 @@ async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(
     for _ in range(2):  # more kinds of clients than lists are kept
         for tenant in tenants:
             assert len(await site.ids(tenant)) == 3 + 101
-    assert made.call_count == len(aliases)
+    assert site.made.call_count == len(aliases)
     site.publish(*aliases[1:-1], alias("adapter-0", NEW))
     assert len(await site.ids()) == 3 + 100
-    assert made.call_count == len(aliases) + 1
+    assert site.made.call_count == len(aliases) + 1
     model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
     site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
     cards = json.loads(await site.listing.all(ANYONE))["data"][3:]
@@ -170,11 +167,7 @@ def test_lists_equal_those_of_a_new_encoder_after_any_changes(
         asyncio.run(compare())
 
 
-async def test_a_long_list_is_made_once_over_several_turns(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = Mock(wraps=models_response._adapter_card)
-    monkeypatch.setattr(models_response, "_adapter_card", encode)
+async def test_a_long_list_is_made_once_over_several_turns(site: Site) -> None:
     count = 3 * CARDS_A_TURN
     site.publish(*(alias(f"adapter-{i}", OLD) for i in range(count)))
     left = asyncio.create_task(site.ids())
@@ -182,21 +175,19 @@ async def test_a_long_list_is_made_once_over_several_turns(
     turns = [0]
     while not asked.done():
         await asyncio.sleep(0)
-        turns.append(encode.call_count)
+        turns.append(site.made.call_count)
         left.cancel()
     assert len(asked.result()) == 3 + count
-    assert encode.call_count == count
+    assert site.made.call_count == count
     assert max(after - before for before, after in itertools.pairwise(turns)) <= CARDS_A_TURN
 
 
-async def test_a_list_that_could_not_be_made_is_made_again(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_list_that_could_not_be_made_is_made_again(site: Site) -> None:
     site.publish(alias("sql", OLD))
-    with monkeypatch.context() as patch:
-        patch.setattr(models_response, "_adapter_card", Mock(side_effect=RuntimeError("no card")))
-        with pytest.raises(RuntimeError, match="no card"):
-            await site.ids()
+    site.made.side_effect = RuntimeError("no card")
+    with pytest.raises(RuntimeError, match="no card"):
+        await site.ids()
+    site.made.side_effect = adapter_card
     assert (await site.ids())[3:] == ["sql"]
 
 
