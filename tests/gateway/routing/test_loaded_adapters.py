@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import ItemsView, Set
+from weakref import WeakSet, ref
 
 import pytest
 
@@ -11,6 +12,12 @@ from gateway.routing.fleet_listeners import FleetEvents
 from gateway.routing.loaded_adapters import FAILED_S, LoadedAdapters
 from gateway.routing.replica_handle import ReplicaHandle
 from tests.gateway.fake_replica import ready_replica
+
+
+class Name(str):
+    """The name of an adapter, which shows whether it is still held."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Clock:
@@ -58,10 +65,13 @@ def test_a_failed_adapter_is_avoided_for_a_while() -> None:
 def test_old_load_failures_are_dropped() -> None:
     clock = Clock()
     ours = LoadedAdapters((), loads=True, clock=clock)
+    held: WeakSet[Name] = WeakSet()
     for i in range(1000):
-        ours.failed(f"adapter-{i}")
+        name = Name(f"adapter-{i}")
+        held.add(name)
+        ours.failed(name)
         clock.now += FAILED_S / 10
-    assert len(ours._failed) <= 11
+    assert len(held) <= 11
 
 
 def test_a_replaced_process_resets_load_failures() -> None:
@@ -100,18 +110,21 @@ async def test_a_failure_reports_its_adapter_alone_and_visits_no_others() -> Non
 
 
 def test_an_adapter_that_failed_again_is_avoided_from_then_on() -> None:
-    clock = Clock()
-    ours = LoadedAdapters((), loads=True, clock=clock)
+    clock, chat = Clock(), Name("chat")
+    ours, held = LoadedAdapters((), loads=True, clock=clock), ref(chat)
     ours.failed("sql")
     clock.now += FAILED_S / 2
-    ours.failed("chat")
+    ours.failed(chat)
+    del chat
+    clock.now += FAILED_S / 4
     ours.failed("sql")
-    clock.now += FAILED_S / 2 + 0.1
+    clock.now += FAILED_S / 2
     ours.failed("code")
     assert ours.refusing == {"sql", "chat", "code"}
-    clock.now += FAILED_S / 2
+    clock.now += FAILED_S / 4
     ours.failed("more")
-    assert ours.refusing == {"code", "more"}
+    assert ours.refusing == {"sql", "code", "more"}
+    assert held() is None
 
 
 @pytest.mark.parametrize("loads", [True, False])
