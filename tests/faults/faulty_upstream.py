@@ -93,15 +93,15 @@ class FaultyUpstream(FakeReplica):
         for connection in list(self.connections):
             reset(connection.transport)
 
-    def _load(self) -> dict[str, Any]:
-        load = super()._load()
+    def load(self) -> dict[str, Any]:
+        load = super().load()
         return {**load, "in_flight": load["in_flight"] + self.pretended, **self.lies}
 
-    async def _run(self, exchange: Exchange) -> None:
+    async def respond(self, exchange: Exchange) -> None:
         if exchange.path == "/internal/load":
             exchange.chunk = self._unless_frozen(exchange.chunk)  # type: ignore[method-assign]
         if not self.external:
-            await super()._run(exchange)
+            await super().respond(exchange)
         elif exchange.path == "/v1/models":
             listed = {"object": "list", "data": [{"id": self.model, "object": "model"}]}
             await exchange.reply(json.dumps(listed).encode())

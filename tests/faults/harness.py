@@ -134,7 +134,7 @@ class Harness(Stack):
         for upstream in self.upstreams:
             await self._end(upstream)
         self.upstreams = []
-        await until(lambda: self._admits(set()), "the fleet is empty")
+        await until(lambda: self.admits(set()), "the fleet is empty")
 
     async def post(
         self,

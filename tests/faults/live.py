@@ -119,7 +119,7 @@ class Live(Harness):
 
         async def settled() -> bool:
             ids = set(await self.replicas_ready())
-            return len(ids) == count and await self._admits(ids)
+            return len(ids) == count and await self.admits(ids)
 
         await until(settled, f"{count} replicas", READY_S)
         return await self.replicas_ready()

@@ -42,7 +42,7 @@ async def test_c_gateways_serve_while_the_controller_is_killed(tmp_path: Path) -
             assert await worker.wait() == 0
             await live.reconnect_admin()
             await live.start_worker()
-            await until(lambda: live._admits(set(before)), "the last fleet")
+            await until(lambda: live.admits(set(before)), "the last fleet")
             assert (await live.admin.get("/admin/fleet")).json()["source"] == "disk"
             for _ in range(10):
                 assert (await live.ask(MODEL, max_tokens=2)).status == 200

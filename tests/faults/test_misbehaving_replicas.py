@@ -14,7 +14,7 @@ from tests.faults import faults
 from tests.faults.faults import EVENTS
 from tests.faults.harness import Harness
 from tests.faults.raw_client import Reply
-from tests.gateway.fake_replica import DONE, Answer, Exchange, event, stream
+from tests.gateway.fake_replica import DONE, Answer, Exchange, FrameExchange, event, stream
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -39,10 +39,9 @@ def records(*given: tuple[int, bytes]) -> Answer:
     """These records of frames in place of a response, by kind and payload."""
 
     async def answer(exchange: Exchange) -> None:
-        connection, number = exchange._connection, exchange._stream.number  # type: ignore[attr-defined]
+        assert isinstance(exchange, FrameExchange)
         for kind, payload in given:
-            connection._encoder.add(kind, number, payload)  # type: ignore[union-attr]
-        connection._flush_soon()  # type: ignore[union-attr]
+            exchange.record(kind, payload)
 
     return answer
 
@@ -97,7 +96,7 @@ async def test_four_of_five_replicas_misbehave_and_no_request_fails(
         await until(lambda: len(good.open) == BOUND, "the good one is full")
         for one in bad:
             one.usual = GOOD
-        await until(lambda: harness._admits({one.id for one in (*bad, good)}), "all are back")
+        await until(lambda: harness.admits({one.id for one in (*bad, good)}), "all are back")
         await load.end()
         outcomes = await after.outcomes()
         # What met two silent replicas before they were ejected may have begun on both: it is not tried again.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +18,7 @@ import httptools
 from uvicorn.server import ServerState
 
 from policy.types import Load, Replica, ReplicaPhase
-from policy.wire.frames import MAGIC
+from policy.wire.frames import END, MAGIC, RESET
 from serve.engine.frame_server import FrameConnection, FrameStream
 from serve.engine.interface import WRITER, Receive, Scope, Send
 
@@ -27,7 +28,7 @@ SECRET = "secret-of-the-tests"
 class Exchange:
     """A request and the means to answer it; ``gone``: its connection ended, ``answered``: all was written."""
 
-    def __init__(self, connection: _Connection | _FrameConnection) -> None:
+    def __init__(self, connection: FakeConnection | FakeFrameConnection) -> None:
         self._connection = connection
         self.method = ""
         self.path = ""
@@ -92,8 +93,8 @@ def reset(transport: asyncio.Transport) -> None:
 Answer = Callable[[Exchange], Awaitable[None]]
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, server: _Server) -> None:
+class FakeConnection(asyncio.Protocol):
+    def __init__(self, server: FakeServer) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._parts: list[bytes] = []
@@ -117,7 +118,7 @@ class _Connection(asyncio.Protocol):
             self._start = data if MAGIC.startswith(data) else None
             if data.startswith(MAGIC):
                 self._server.connections.discard(self)
-                _FrameConnection(self._server, self.transport).data_received(data)
+                FakeFrameConnection(self._server, self.transport).data_received(data)
             if self._start is not None or data.startswith(MAGIC):
                 return
         try:
@@ -151,7 +152,7 @@ class _Connection(asyncio.Protocol):
 class FrameExchange(Exchange):
     """A request on a stream of frames. The end of its connection is the end of all that are on it."""
 
-    def __init__(self, connection: _FrameConnection, scope: Scope, body: bytes) -> None:
+    def __init__(self, connection: FakeFrameConnection, scope: Scope, body: bytes) -> None:
         super().__init__(connection)
         self.method, self.path, self.body = scope["method"], scope["path"], body
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
@@ -182,6 +183,13 @@ class FrameExchange(Exchange):
         self._stream.end(data)
         await asyncio.sleep(0)
 
+    def record(self, kind: int, payload: bytes) -> None:
+        """Send a record that need not be of a response."""
+        assert isinstance(self._connection, FakeFrameConnection)
+        self._connection.add(kind, self._stream, payload)
+        if kind in (END, RESET):
+            self._stream.abort()
+
     async def reply(
         self, body: bytes, *, status: int = 200, content_type: str = "application/json", **more: str
     ) -> None:
@@ -189,12 +197,12 @@ class FrameExchange(Exchange):
         await self.end(body)
 
 
-class _FrameConnection(FrameConnection):
+class FakeFrameConnection(FrameConnection):
     """A gateway worker's connection."""
 
     exchange = None
 
-    def __init__(self, server: _Server, transport: asyncio.Transport) -> None:
+    def __init__(self, server: FakeServer, transport: asyncio.Transport) -> None:
         super().__init__(self._serve, SECRET, transport, server.serving)
         self._server = server
         self.transport = transport
@@ -212,11 +220,11 @@ class _FrameConnection(FrameConnection):
             message = await receive()
 
 
-class _Server:
+class FakeServer:
     speaks_frames = False
 
     def __init__(self) -> None:
-        self.connections: set[_Connection | _FrameConnection] = set()
+        self.connections: set[FakeConnection | FakeFrameConnection] = set()
         self.serving = ServerState()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -226,7 +234,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         # As many clients wait as with a replica: 1,200 connect at once where another died.
         self._server = await loop.create_server(
-            lambda: _Connection(self), "127.0.0.1", self.port, backlog=2048
+            lambda: FakeConnection(self), "127.0.0.1", self.port, backlog=2048
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -241,6 +249,14 @@ class _Server:
         await asyncio.gather(*self._tasks, *self.serving.tasks, return_exceptions=True)
         await self._server.wait_closed()
 
+    def stop_accepting(self) -> None:
+        """As a process that hangs: two connections wait, the kernel answers no more."""
+        assert self._server is not None
+        for listening in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(1)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -252,15 +268,15 @@ class _Server:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            await self._run(exchange)
+            await self.respond(exchange)
         finally:
             exchange.answered = True
 
-    async def _run(self, exchange: Exchange) -> None:
+    async def respond(self, exchange: Exchange) -> None:
         raise NotImplementedError
 
 
-class FakeReplica(_Server):
+class FakeReplica(FakeServer):
     """Speaks the replica port's contract; ``answer`` decides what a request gets."""
 
     def __init__(self, name: str, model: str = "alpha", *, bound: int = 8, frames: bool = True) -> None:
@@ -292,20 +308,20 @@ class FakeReplica(_Server):
             "shape": "small",
             "generation": 1,
             "state": state,
-            "load": self._load(),
+            "load": self.load(),
             "url": self.url,
             "adapters": self.adapters,
         }
 
     def _report(self) -> dict[str, Any]:
         return {
-            "state": self.state, "load": self._load(), "adapters": self.adapters, "refused": self.refused
+            "state": self.state, "load": self.load(), "adapters": self.adapters, "refused": self.refused
         }  # fmt: skip
 
-    def _load(self) -> dict[str, Any]:
+    def load(self) -> dict[str, Any]:
         return {"at": 1.0, "in_flight": self.in_flight, "bound": self.bound}
 
-    async def _run(self, exchange: Exchange) -> None:
+    async def respond(self, exchange: Exchange) -> None:
         if exchange.headers.get("x-tidegate-secret") != SECRET:
             await exchange.reply(b"{}", status=401)
         elif exchange.path == "/internal/load":
@@ -352,7 +368,7 @@ def alias(
     }
 
 
-class FakeController(_Server):
+class FakeController(FakeServer):
     """Streams the fleet and catalog of a test and keeps reports; ``answer`` gets all other requests."""
 
     def __init__(self) -> None:
@@ -382,7 +398,7 @@ class FakeController(_Server):
         self.aliases = list(aliases)
         self._published.set()
 
-    async def _run(self, exchange: Exchange) -> None:
+    async def respond(self, exchange: Exchange) -> None:
         assert exchange.headers["x-tidegate-secret"] == SECRET
         if exchange.path == "/fleet/stream":
             await _follow(exchange, self._changed, lambda: self._document("models", "replicas", at=1.0))

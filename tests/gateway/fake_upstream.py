@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from tests.gateway.fake_replica import Answer, Exchange, _Connection, _Server, answer_json
+from tests.gateway.fake_replica import Answer, Exchange, FakeConnection, FakeServer, answer_json
 
 
-class FakeUpstream(_Server):
+class FakeUpstream(FakeServer):
     """``hits`` are the received requests; ``answer`` decides what each gets."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
@@ -20,7 +20,7 @@ class FakeUpstream(_Server):
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: _Connection(self), "127.0.0.1", self.port, ssl=self._tls
+            lambda: FakeConnection(self), "127.0.0.1", self.port, ssl=self._tls
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -28,6 +28,6 @@ class FakeUpstream(_Server):
     def url(self) -> str:
         return f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
 
-    async def _run(self, exchange: Exchange) -> None:
+    async def respond(self, exchange: Exchange) -> None:
         self.hits.append(exchange)
         await self.answer(exchange)

@@ -66,7 +66,7 @@ async def test_requests_that_outlast_the_drain_timeout_get_shutting_down(stack: 
     streaming = asyncio.create_task(stack.chat(stream=True))
     await until(lambda: len(replica.hits) == 1)
     stack.controller.set()
-    await until(lambda: stack._admits(set()))
+    await until(lambda: stack.admits(set()))
     queued = asyncio.create_task(stack.chat())
     await stack.queued(1)
     stack.workers[0].send_signal(signal.SIGTERM)
@@ -155,7 +155,7 @@ async def test_an_external_server_has_its_own_key_certificate_and_model_name(sta
     entry = {"url": server.url, "model": "theirs", "key_file": str(key), "ca_file": str(certificate)}
     stack.models = [{"name": "alpha", "engine": "external", "urls": [entry]}]
     await stack.start_worker()
-    await until(lambda: stack._admits({f"127.0.0.1:{server.port}"}), "it is known")
+    await until(lambda: stack.admits({f"127.0.0.1:{server.port}"}), "it is known")
     assert (await stack.chat()).content == ANSWER
     assert (await stack.chat(stream=True)).content == STREAM
     assert (await stack.chat(model="sql")).json()["model"] == "theirs"

@@ -154,7 +154,7 @@ class Stack:
 
         await until(is_ready, "fleet is ready")
 
-    async def _admits(self, ids: set[str]) -> bool:
+    async def admits(self, ids: set[str]) -> bool:
         return ids == {entry["id"] for entry in await self._admissible()}
 
     async def _admissible(self) -> list[dict[str, Any]]:

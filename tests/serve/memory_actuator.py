@@ -36,7 +36,7 @@ class MemoryCluster:
     held: dict[LayerKey, Held] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
     groups: dict[LayerKey, GpuGroup] = field(default_factory=dict)
-    _orders: dict[str, GpuOrder] = field(default_factory=dict)
+    orders: dict[str, GpuOrder] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def of(self, key: LayerKey, *states: ReplicaPhase) -> list[Replica]:
@@ -57,14 +57,14 @@ class MemoryCluster:
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaPhase.STARTING and not self._blocked(replica):
                 key = LayerKey.of(replica)
-                self._fail(replica, key) if key in self.failing else self._become(replica, ReplicaPhase.READY)
+                self._fail(replica, key) if key in self.failing else self.become(replica, ReplicaPhase.READY)
 
     def drained(self) -> None:
         """Let every drain finish."""
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaPhase.DRAINING:
                 stays = self._group(replica) in self.held
-                self._become(replica, ReplicaPhase.ASLEEP if stays else ReplicaPhase.STOPPED)
+                self.become(replica, ReplicaPhase.ASLEEP if stays else ReplicaPhase.STOPPED)
                 key = LayerKey.of(replica)
                 if replica.reason and key in self.held and not stays:
                     # A replica that left as ordered is replaced.
@@ -80,7 +80,7 @@ class MemoryCluster:
         for _ in range(wanted - len(staying)):
             self._start(key)
         for replica in staying[wanted:]:
-            self._become(replica, ReplicaPhase.DRAINING)
+            self.become(replica, ReplicaPhase.DRAINING)
         if not self.slow:
             self.ready()
             self.drained()
@@ -89,7 +89,7 @@ class MemoryCluster:
         engines = [replica for replica in self.replicas.values() if self._group(replica) == key]
         if not wanted:
             for replica in engines:
-                self._become(replica, ReplicaPhase.STOPPED)
+                self.become(replica, ReplicaPhase.STOPPED)
         elif not engines:
             group = self.groups[key]
             for shape, count in group.engines.items():
@@ -101,15 +101,15 @@ class MemoryCluster:
     def _follow_orders(self, key: LayerKey) -> None:
         """Follow the last orders of a group: first sleep, then wake-ups that are not blocked."""
         engines = [replica for replica in self.replicas.values() if self._group(replica) == key]
-        serves = {each.id for each in engines if self._orders.get(each.id) is GpuOrder.SERVE}
+        serves = {each.id for each in engines if self.orders.get(each.id) is GpuOrder.SERVE}
         for replica in engines:
             if replica.id not in serves and replica.state is ReplicaPhase.STARTING:
-                self._become(replica, ReplicaPhase.ASLEEP)
+                self.become(replica, ReplicaPhase.ASLEEP)
             elif replica.id not in serves and replica.state is ReplicaPhase.READY:
-                self._become(replica, ReplicaPhase.DRAINING)
+                self.become(replica, ReplicaPhase.DRAINING)
             elif replica.id in serves and replica.state is ReplicaPhase.ASLEEP:
                 woken = {"start_s": replica.wake_s, "start_path": StartPath.SLEEPING}
-                self._become(msgspec.structs.replace(replica, **woken), ReplicaPhase.STARTING)
+                self.become(msgspec.structs.replace(replica, **woken), ReplicaPhase.STARTING)
         if not self.slow:
             self.drained()
             self.ready()
@@ -149,20 +149,20 @@ class MemoryCluster:
             wake_s=0.5 if cards else None,
             cards=cards,
         )
-        self._become(replica, state)
+        self.become(replica, state)
 
     def _fail(self, replica: Replica, key: LayerKey) -> None:
         reason = self.failing[key]
         if self._group(replica) is not None:
             # This engine fails repeatedly; the others do not.
             failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
-            self._become(failed, ReplicaPhase.STARTING)
+            self.become(failed, ReplicaPhase.STARTING)
             return
         self.held[key] = msgspec.structs.replace(self.held[key], trouble=reason)
         failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
-        self._become(failed, ReplicaPhase.STOPPED)
+        self.become(failed, ReplicaPhase.STOPPED)
 
-    def _become(self, replica: Replica, state: ReplicaPhase) -> None:
+    def become(self, replica: Replica, state: ReplicaPhase) -> None:
         replica = msgspec.structs.replace(replica, state=state)
         self.replicas[replica.id] = replica
         if state is ReplicaPhase.STOPPED:
@@ -174,12 +174,12 @@ class MemoryCluster:
         if orders is not None and orders.leave and self.replicas.get(replica.id) == replica:
             if replica.state is ReplicaPhase.READY:
                 left = msgspec.structs.replace(replica, reason=orders.leave)
-                self._become(left, ReplicaPhase.DRAINING)
+                self.become(left, ReplicaPhase.DRAINING)
                 if not self.slow:
                     self.drained()
             return
         if orders is not None and orders.gpus is not None:
-            self._orders[replica.id] = orders.gpus
+            self.orders[replica.id] = orders.gpus
 
 
 class MemoryActuator:

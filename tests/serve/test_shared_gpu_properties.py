@@ -72,7 +72,7 @@ async def _do(plane: Plane, op: str, gpus: int | None) -> None:
             await plane.restart()
             plane.cluster.beat_all()
         case "forget":
-            plane.cluster._orders.clear()
+            plane.cluster.orders.clear()
         case "apply":
             plane.controller.apply(written(gpus, sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7}))
         case "revert":

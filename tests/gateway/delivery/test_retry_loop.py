@@ -123,12 +123,12 @@ async def test_a_replica_that_computes_tokens_is_not_ejected(ejecting: Stack) ->
     await busy(ejecting, other, 7)
     asked = asyncio.create_task(ask(ejecting, computes))
     await until(lambda: len(computes.hits) == 1)
-    load = computes._load
+    load = computes.load
 
     def counting() -> dict[str, object]:
         return {**load(), "tokens": int(time.monotonic() * 1000)}
 
-    computes._load = counting  # type: ignore[method-assign]
+    computes.load = counting  # type: ignore[method-assign]
     until_s = time.monotonic() + 1.5 * PROGRESS_S
     while time.monotonic() < until_s:
         computes.report()
@@ -140,7 +140,7 @@ async def test_a_replica_that_computes_tokens_is_not_ejected(ejecting: Stack) ->
 
 async def test_a_serving_replica_stays_admitted_if_its_load_stream_hangs(ejecting: Stack) -> None:
     (silent,) = await fleet(ejecting, 1)
-    run = silent._run
+    run = silent.respond
 
     async def send_no_load(exchange: Exchange) -> None:
         if exchange.path == "/internal/load":
@@ -148,10 +148,10 @@ async def test_a_serving_replica_stays_admitted_if_its_load_stream_hangs(ejectin
         else:
             await run(exchange)
 
-    silent._run = send_no_load  # type: ignore[method-assign]
+    silent.respond = send_no_load  # type: ignore[method-assign]
     for connection in list(silent.connections):
         connection.transport.abort()
-    await until(lambda: ejecting._admits(set()), "its load stream is gone")
+    await until(lambda: ejecting.admits(set()), "its load stream is gone")
     asked = asyncio.create_task(ask(ejecting, silent))
     await until(lambda: any("max_tokens" in hit.json for hit in silent.hits), "a canary probes it")
     assert (await asked).status_code == 200
@@ -174,7 +174,7 @@ async def external(stack: Stack, count: int) -> list[FakeReplica]:
             server.hits.append(exchange)
             await server.answer(exchange)
 
-        server._run = run  # type: ignore[method-assign]
+        server.respond = run  # type: ignore[method-assign]
         await server.start()
         stack.replicas.append(server)
         servers.append(server)
@@ -182,7 +182,7 @@ async def external(stack: Stack, count: int) -> list[FakeReplica]:
     stack.models = [{"name": "alpha", "engine": "external", "urls": [server.url for server in servers]}]
     await stack.start_worker()
     names = {server.url.removeprefix("http://") for server in servers}
-    await until(lambda: stack._admits(names), "the servers are known")
+    await until(lambda: stack.admits(names), "the servers are known")
     return servers
 
 
@@ -198,14 +198,14 @@ async def test_requests_do_not_wait_for_external_servers_that_are_down(stack: St
     waits = asyncio.create_task(stack.chat())  # for a server that is there
     await until(lambda: len(server.hits) >= 2)
     await server.stop()
-    await until(lambda: stack._admits(set()), "it is known")
+    await until(lambda: stack.admits(set()), "it is known")
     assert (await waits).status_code == 503
     server.answer = answer_json
     answer = await stack.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
     assert "retry-after" in answer.headers
     await server.start()
-    await until(lambda: stack._admits({server.url.removeprefix("http://")}), "it is back")
+    await until(lambda: stack.admits({server.url.removeprefix("http://")}), "it is back")
     assert (await stack.chat()).content == ANSWER
 
 

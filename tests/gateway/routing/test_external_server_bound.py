@@ -31,7 +31,7 @@ class SlottedServer(FakeUpstream):
         self.in_flight = 0
         self._slots = asyncio.Semaphore(SLOTS)
 
-    async def _run(self, exchange: Exchange) -> None:
+    async def respond(self, exchange: Exchange) -> None:
         if exchange.path == "/v1/models":
             await exchange.reply(b'{"data": [{"id": "alpha"}]}')
         elif exchange.path == "/metrics":
@@ -78,7 +78,7 @@ async def test_the_rest_waits_in_the_queue_and_a_critical_request_overtakes_it(
         for name in ("batch", "critical")
     ]
     await stack.start_worker()
-    await until(lambda: stack._admits({f"127.0.0.1:{server.port}"}), "the server is known")
+    await until(lambda: stack.admits({f"127.0.0.1:{server.port}"}), "the server is known")
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=stack.url, timeout=200, limits=limits, trust_env=False) as clients:
         asked = [asyncio.create_task(ask(clients, "batch")) for _ in range(at_once)]
