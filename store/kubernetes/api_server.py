@@ -81,11 +81,14 @@ class _Gone(Exception):
     """The API server forgot where the watch was (410): list again."""
 
 
-class _Token(httpx.Auth):
-    """The token of the pod's service account. The kubelet renews it: it is read for each request."""
+class AccountToken(httpx.Auth):
+    """The token of a service account. The kubelet renews it: it is read for each request."""
+
+    def __init__(self, account: Path) -> None:
+        self._path = account / "token"
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["authorization"] = f"Bearer {(ACCOUNT / 'token').read_text().strip()}"
+        request.headers["authorization"] = f"Bearer {self._path.read_text().strip()}"
         yield request
 
 
@@ -101,7 +104,7 @@ def api_client(api: str = "") -> httpx.AsyncClient:
     if not host or not port:
         raise OSError("this is no pod of Kubernetes: set discovery.kubernetes.api")
     trusted = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
-    return _client(f"https://{f'[{host}]' if ':' in host else host}:{port}", trusted, _Token())
+    return _client(f"https://{f'[{host}]' if ':' in host else host}:{port}", trusted, AccountToken(ACCOUNT))
 
 
 def _client(url: str, verify: ssl.SSLContext | bool, auth: httpx.Auth | None = None) -> httpx.AsyncClient:
@@ -177,7 +180,7 @@ class ObjectWatch(Generic[Object]):
                 self._failures = 1 if clock() > began + MAX_RETRY_S else self._failures + 1
                 if self._failures == 1:
                     self._failed(error)
-                delay_s = max(Backoff(RETRY_S, MAX_RETRY_S).delay_s(self._failures), _retry_after_s(error))
+                delay_s = max(Backoff(RETRY_S, MAX_RETRY_S).delay_s(self._failures), retry_after_s(error))
             await asyncio.sleep(delay_s)
 
     async def _list(self, client: httpx.AsyncClient) -> str:
@@ -232,7 +235,7 @@ class ObjectWatch(Generic[Object]):
         return changed.metadata.resource_version
 
 
-def _retry_after_s(error: Exception) -> float:
+def retry_after_s(error: Exception) -> float:
     """How long an answer such as 429 asks to wait, at most :data:`MAX_RETRY_S`."""
     given = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
     return min(MAX_RETRY_S, float(given)) if given.isdecimal() else 0.0

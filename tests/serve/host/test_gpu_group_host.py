@@ -107,12 +107,12 @@ async def until(true: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_a_model_without_a_group_has_a_host_of_one_engine(tmp_path: Path) -> None:
+async def test_a_model_without_a_group_has_a_host_of_one_engine(tmp_path: Path) -> None:
     spec = host_spec(deployment(sim_model()).models[0], tmp_path)
     host = host_of(Assignment(spec=spec, replica="r"))
     assert isinstance(host, ReplicaHost)
     assert host.replicas == (host,)
-    host._log.close()
+    await host.stop()
 
 
 async def test_a_host_that_hangs_is_replaced(

@@ -198,11 +198,11 @@ async def test_logs_fall_back_to_other_directories_on_a_node_without_the_heads(
         (tmp_path / name).mkdir()
     heads = tmp_path / "file" / "state"
     spec = msgspec.structs.replace(make().spec, state_dir=str(heads))
-    ReplicaHost(spec, replica="a", address="127.0.0.1", node="n")._log.close()
+    await ReplicaHost(spec, replica="a", address="127.0.0.1", node="n").stop()
     assert (tmp_path / "XDG_STATE_HOME" / "tidegate" / "logs" / "replica-a.log").exists()
     # The user's own state directory cannot be created either.
     monkeypatch.setenv("XDG_STATE_HOME", str(heads))
-    ReplicaHost(spec, replica="b", address="127.0.0.1", node="n")._log.close()
+    await ReplicaHost(spec, replica="b", address="127.0.0.1", node="n").stop()
     (log,) = (tmp_path / "XDG_RUNTIME_DIR").glob("tidegate-*/logs/replica-b.log")
     assert log.exists()
 

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from store.kubernetes import api_server
-from store.kubernetes.api_server import Metadata, ObjectWatch
+from store.kubernetes.api_server import AccountToken, Metadata, ObjectWatch, retry_after_s
 from store.kubernetes.engine_pod_labels import replica_id
+from tests.gateway.fake_replica import Exchange
+from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import until
 from tests.kubernetes_api import PODS, KubernetesApi
 
@@ -30,7 +32,7 @@ async def api(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubernetesApi]:
     await made.stop()
 
 
-def watching(api: KubernetesApi, errors: list[Exception]) -> ObjectWatch[Pod]:
+def watching(api: KubernetesApi | FakeUpstream, errors: list[Exception]) -> ObjectWatch[Pod]:
     query = {"labelSelector": "app=vllm"}
     watch = ObjectWatch(api.url, PODS, query, Pod, on_change=lambda: None, failed=errors.append)
     watch.start()
@@ -51,8 +53,9 @@ async def test_a_watch_that_is_refused_is_reported_once_and_tried_again(
     api.refuses = lambda asked: 0
     api.put_pod("a")
     await until(lambda: "a" in (watch.objects or {}), "it follows")
-    # The next failure is another one.
-    await until(lambda: not watch._failures, "it has recovered")
+    # The next failure is another one, after what came by a watch.
+    api.put_pod("b")
+    await until(lambda: "b" in (watch.objects or {}), "it has recovered")
     api.refuses = lambda asked: status
     api.cut()
     await until(lambda: len(errors) > 1, "it is reported")
@@ -72,20 +75,25 @@ async def test_a_version_that_was_forgotten_is_no_failure(api: KubernetesApi) ->
     await watch.close()
 
 
-async def test_a_list_without_items_is_empty(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = {"metadata": {"resourceVersion": "1"}, "items": None}
-    monkeypatch.setattr(api, "_called", lambda *_: listed)
-    watch = watching(api, [])
+async def test_a_list_without_items_is_empty() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.reply(b'{"metadata": {"resourceVersion": "1"}, "items": null}')
+
+    server = FakeUpstream()
+    server.answer = answer
+    await server.start()
+    watch = watching(server, [])
     await watch.listed.wait()
     assert watch.objects == {}
     await watch.close()
+    await server.stop()
 
 
-def test_the_token_is_read_again_for_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_server, "ACCOUNT", tmp_path)
+def test_the_token_is_read_again_for_each_request(tmp_path: Path) -> None:
+    account = AccountToken(tmp_path)
     for token in ("first", "renewed"):
         (tmp_path / "token").write_text(f"{token}\n")
-        sent = next(api_server._Token().sync_auth_flow(httpx.Request("GET", "https://h")))
+        sent = next(account.sync_auth_flow(httpx.Request("GET", "https://h")))
         assert sent.headers["authorization"] == f"Bearer {token}"
 
 
@@ -94,10 +102,10 @@ def test_how_long_the_api_server_asks_to_wait() -> None:
         answer = httpx.Response(429, headers={"retry-after": given}, request=httpx.Request("GET", "http://h"))
         with pytest.raises(httpx.HTTPStatusError) as raised:
             answer.raise_for_status()
-        return api_server._retry_after_s(raised.value)
+        return retry_after_s(raised.value)
 
     assert [waits_s(given) for given in ("3", "900", "soon")] == [3.0, api_server.MAX_RETRY_S, 0.0]
-    assert api_server._retry_after_s(httpx.ConnectError("no")) == 0.0
+    assert retry_after_s(httpx.ConnectError("no")) == 0.0
 
 
 def test_a_name_that_comes_back_is_another_replica() -> None:
