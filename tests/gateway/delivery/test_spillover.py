@@ -96,8 +96,13 @@ class Site:
         return response
 
     def attempts(self, outcome: str, upstream: str = "u0") -> float:
-        value: float = self.metrics.spillover.labels("m", upstream, outcome)._value.get()
-        return value
+        of = {"model": "m", "upstream": upstream, "outcome": outcome}
+        return sum(
+            sample.value
+            for family in self.metrics.collect()
+            for sample in family.samples
+            if sample.name == "tidegate_overflow_attempts_total" and sample.labels == of
+        )
 
     def spent(self, upstream: str = "u0") -> float:
         (endpoint,) = (e for e in self.spillover._endpoints if e.upstream.name == upstream)

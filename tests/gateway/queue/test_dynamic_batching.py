@@ -135,11 +135,15 @@ async def held(*texts: str, **bounds: Any) -> tuple[Site, list[asyncio.Task[dict
 
 
 async def check_nothing_is_left(site: Site, last: asyncio.Task[dict[str, Any]]) -> None:
-    """The last client disconnects, and the coalescer keeps no state."""
+    """The last client disconnects: the next request waits for no call before it."""
     last.cancel()
     await turn()
-    assert not site.coalescer._windows._groups
-    assert not site.coalescer._calls
+    before = len(site.sent)
+    again = site.ask("again")
+    await turn()
+    assert site.sent[before:] == [["again"]]
+    again.cancel()
+    await turn()
 
 
 async def test_a_lone_request_is_sent_unchanged() -> None:
