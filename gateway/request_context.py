@@ -13,24 +13,24 @@ from gateway.http.asgi_exchange import id_headers, request_ids
 from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
-from gateway.protocol.paths import Api, Route
-from gateway.protocol.usage import Usage, UsageBounds
+from gateway.protocol.paths import ApiDialect, ProxyRoute
+from gateway.protocol.usage import TokenUsage, UsageBounds
 from policy.errors import Refusal
 from policy.types import Priority
 from policy.wire.headers import CANARY_HEADER, DROPPED_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
     from gateway.delivery.replica_idle_timeouts import IdleTimeouts
-    from gateway.http.asgi_exchange import Exchange
+    from gateway.http.asgi_exchange import AsgiExchange
     from gateway.http.http1_client import ProxiedConnection
-    from gateway.intake.adapter_catalog import Adapter
-    from gateway.intake.rate_limiter import Reservation
-    from gateway.intake.usage_journal import Charge
+    from gateway.intake.adapter_catalog import SelectedAdapter
+    from gateway.intake.rate_limiter import RequestReservation
+    from gateway.intake.usage_journal import UsageCharge
     from gateway.telemetry.traces.request_trace import RequestTrace
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
 _STANDARD: Final = Priority.STANDARD
-_MESSAGES: Final = Api.MESSAGES
+_MESSAGES: Final = ApiDialect.MESSAGES
 
 _CANARY: Final = CANARY_HEADER.encode()
 _EXPLAIN: Final = EXPLAIN_HEADER.encode()
@@ -70,7 +70,7 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
     return {name: value for name, value in headers if name in HEADERS_READ}
 
 
-class Call:
+class RequestContext:
     """A request between the client's connection and a replica's. Instants are seconds of ``time.monotonic``.
 
     ``streaming``: a stream was requested. ``started``, ``answered``: the first, the last byte of the answer
@@ -92,7 +92,7 @@ class Call:
 
     def __init__(
         self,
-        route: Route,
+        route: ProxyRoute,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -105,7 +105,7 @@ class Call:
         self.deadlines = deadlines
         self.pieces = pieces or PieceReader()
         self._receive = receive
-        self.exchange: Exchange | None = scope.get("tidegate.exchange")
+        self.exchange: AsgiExchange | None = scope.get("tidegate.exchange")
         self.client: tuple[str, int] | None = scope.get("client")
         headers: dict[bytes, bytes] | None = scope.get(HEADERS)
         self.headers = headers_of(scope) if headers is None else headers
@@ -129,13 +129,13 @@ class Call:
         self.last_event_at = 0.0
         self.engine_s = self.engine_span_s = -1.0
         self.handled_s = 0.0
-        self.usage: Usage | None = None
+        self.usage: TokenUsage | None = None
         self.usage_bounds: UsageBounds | None = None
         self.contradiction = ""
         self.explain: Callable[[], bytes] | None = None
-        self.adapter: Adapter | None = None
-        self.charge: Charge | None = None
-        self.reservation: Reservation | None = None
+        self.adapter: SelectedAdapter | None = None
+        self.charge: UsageCharge | None = None
+        self.reservation: RequestReservation | None = None
         self.trace: RequestTrace | None = None
         self.proxied: ProxiedConnection | None = scope.get("tidegate.proxied")
 

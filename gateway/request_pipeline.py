@@ -19,9 +19,9 @@ from gateway.api.accounting_proxy import AccountingProxy
 from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
-from gateway.api.models_response import ModelList
+from gateway.api.models_response import ModelsResponse
 from gateway.control.deployment_file_watcher import DeploymentWatcher
-from gateway.delivery.crash_suspects import SuspectRequests
+from gateway.delivery.crash_suspects import HostCrashSuspects
 from gateway.delivery.replica_idle_timeouts import IdleTimeouts
 from gateway.delivery.retry_loop import RetryLoop
 from gateway.delivery.spillover import Spillover
@@ -29,7 +29,7 @@ from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.http.forwarded import TrustedProxies
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.admin_keys import AdminKeys
-from gateway.intake.authentication import Tenants
+from gateway.intake.authentication import TenantDirectory
 from gateway.intake.key_restrictions import bound_answer, check_features
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.intake.rate_limiter import RateLimiter
@@ -37,24 +37,24 @@ from gateway.intake.request_resolver import RequestResolver
 from gateway.intake.shared_limits import SharedLimits
 from gateway.intake.usage_journal import UsageJournal
 from gateway.protocol import body as bodies
-from gateway.protocol.body import AcceptedBody, Body, BodyRules
+from gateway.protocol.body import AcceptedBody, BodyRules, RequestBody
 from gateway.protocol.body_batching import COALESCED
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
-from gateway.protocol.paths import ROUTES, Route
+from gateway.protocol.paths import ROUTES, ProxyRoute
 from gateway.protocol.usage import UsageBounds
 from gateway.queue.admission import Admission
-from gateway.queue.dynamic_batching import Coalescer
-from gateway.request_context import HEADERS, Call, headers_of
+from gateway.queue.dynamic_batching import DynamicBatcher
+from gateway.request_context import HEADERS, RequestContext, headers_of
 from gateway.routing.engine_cache.external_server_caches import ServerCaches
 from gateway.routing.fleet import FleetView, ServedModel
-from gateway.routing.fleet_listeners import FleetEvents
+from gateway.routing.fleet_listeners import FleetListeners
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.shared_counters import SharedCounts
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.metrics import Metrics, ModelCounters
+from gateway.telemetry.metrics import ModelCounters, WorkerMetrics
 from gateway.telemetry.scrape import Scraper
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from gateway.telemetry.tenant_metrics import NONE
 from gateway.telemetry.traces.exporter import TraceExporter
 from gateway.telemetry.workload_capture_publisher import CapturePublisher
@@ -92,7 +92,7 @@ class Gateway:
         salt_secret: bytes,
         *,
         admin_token: Callable[[], str],
-        log: Log,
+        log: StructuredLog,
         access: AccessLog,
         traces: TraceExporter,
         rng: random.Random,
@@ -111,22 +111,22 @@ class Gateway:
         self.access = access
         self.traces = traces
         self.tracer = traces.tracer
-        self.metrics = Metrics()
+        self.metrics = WorkerMetrics()
         self._limits = watcher.deployment.gateway
         self._rules = BodyRules()
         self.deadlines = IdleTimeouts(lambda: watcher.deployment.gateway)
         self.keepalive = SseKeepalive(lambda: watcher.deployment.gateway)
         self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
-        self.tenants = Tenants(salt_secret, own_key(secret), self.metrics.tenants, shared)
+        self.tenants = TenantDirectory(salt_secret, own_key(secret), self.metrics.tenants, shared)
         self.journal = journal
         self.admin_keys = AdminKeys()
         self.limiter = RateLimiter(limits)
-        self.suspects = SuspectRequests(shared)
+        self.suspects = HostCrashSuspects(shared)
         self.routes = ModelRouters(rng, shared, current, self.metrics, self.suspects.lost_elsewhere)
         self.admission = Admission(
             self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
         )
-        events = FleetEvents(
+        events = FleetListeners(
             changed=self.admission.replica_changed,
             unavailable=self.admission.dismiss,
             prefixes=self.routes.learn_prefixes,
@@ -140,7 +140,7 @@ class Gateway:
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events, caches=caches)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
         self._pieces = PieceReader()
-        self.coalescer = Coalescer(self._deliver, self.metrics, log, self._pieces)
+        self.coalescer = DynamicBatcher(self._deliver, self.metrics, log, self._pieces)
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
         self.listeners = Subscribers(captures, lambda model: self.routes.densities[model].bytes_a_token)
@@ -148,7 +148,7 @@ class Gateway:
         self.scraper = Scraper(self.metrics, secret, current, self.fleet.scraped)
         services = Services(
             fleet=self.fleet,
-            models=ModelList(self.fleet, self.catalog),
+            models=ModelsResponse(self.fleet, self.catalog),
             tenants=self.tenants,
             scraper=self.scraper,
             routers=self.routes,
@@ -239,10 +239,10 @@ class Gateway:
         limits, least = self._limits, 2 * self._limits.max_body_bytes
         return max(limits.max_upload_bytes, least), max(limits.max_upload_bytes_per_address, least)
 
-    async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, route: ProxyRoute, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()
-        call = Call(route, scope, receive, send, self.deadlines, pieces=self._pieces)
+        call = RequestContext(route, scope, receive, send, self.deadlines, pieces=self._pieces)
         call.trace = self.tracer.begin(call.headers) if self.tracer.on else None
         meter, principal = self.metrics.no_model, self._principal(scope)
         account = principal.account
@@ -301,8 +301,8 @@ class Gateway:
         await self.serve(ROUTES[path], scope, receive, send)
 
     def _arrive(  # noqa: PLR0917 - what is known of a call, in one place
-        self, call: Call, meter: ModelCounters, principal: Principal, served: ServedModel, request: Request,
-        body: Body,
+        self, call: RequestContext, meter: ModelCounters, principal: Principal, served: ServedModel,
+        request: Request, body: RequestBody,
     ) -> None:  # fmt: skip
         """Count a call whose model is known, and prepare what its tenant is charged for it.
 
@@ -328,7 +328,7 @@ class Gateway:
                 charge.reservation = call.reservation
         meter.arrive(request.prompt_tokens, probe=call.probe)
 
-    def _end(self, call: Call, meter: ModelCounters, account: TenantAccount, began: float) -> None:
+    def _end(self, call: RequestContext, meter: ModelCounters, account: TenantAccount, began: float) -> None:
         """Count a call that has ended, and log and trace it if requests are."""
         ended = monotonic()
         if (reservation := call.reservation) is not None:
@@ -349,7 +349,7 @@ class Gateway:
             self.access.call(call, meter.model, account.name, ended - began)
 
     async def _deliver(
-        self, call: Call, served: ServedModel, request: Request, body: Body, raw: bytes
+        self, call: RequestContext, served: ServedModel, request: Request, body: RequestBody, raw: bytes
     ) -> None:
         """One call to a replica, or to a fallback provider where the fleet cannot serve it in time."""
         ticket = self.admission.ticket(served, request)
@@ -380,7 +380,7 @@ class Gateway:
             )
 
 
-def _allowed(call: Call, principal: Principal, accepted: AcceptedBody) -> tuple[Body, bytes]:
+def _allowed(call: RequestContext, principal: Principal, accepted: AcceptedBody) -> tuple[RequestBody, bytes]:
     """The body of a call that may be made of it, with the longest answer that the caller may have."""
     call.accepted()
     call.dropped = accepted.dropped

@@ -24,7 +24,7 @@ from gateway.control.deployment_file_watcher import DeploymentWatcher
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.garbage_collection import QUIET_EVERY_S, collect_if_quiet
 from gateway.http.acceptor import Acceptor
-from gateway.http.server import Server
+from gateway.http.server import HttpServer
 from gateway.http.upload_budget import UploadBudget
 from gateway.intake.access_feed import AccessFeed
 from gateway.intake.shared_limits import SharedLimits
@@ -32,11 +32,11 @@ from gateway.intake.usage_journal import UsageJournal
 from gateway.malloc_tuning import FreedMemory
 from gateway.request_pipeline import Gateway
 from gateway.routing.external_server_poller import ExternalPoller
-from gateway.routing.outlier_ejection import Probes
+from gateway.routing.outlier_ejection import ReplicaProber
 from gateway.routing.shared_counters import BEAT_EVERY_S, LOCAL, SharedRows
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.exemplars import WRITE_EVERY_S
-from gateway.telemetry.structured_log import LibraryHandler, Log
+from gateway.telemetry.structured_log import LibraryHandler, StructuredLog
 from gateway.telemetry.traces.exporter import TraceExporter
 from policy.config.deployment import Deployment
 from policy.wire.controller import SIGNALS
@@ -106,7 +106,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     loop = asyncio.get_running_loop()
     if not isinstance(loop, uvloop.Loop):
         raise RuntimeError("the gateway runs on uvloop only")
-    log = Log(worker)
+    log = StructuredLog(worker)
     _take_libraries_lines(log)
     watcher = DeploymentWatcher(state, log)
 
@@ -170,7 +170,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         "access_file": access_feed.run(),
         "deployment": watcher.follow(read),
         "external_servers": ExternalPoller(gateway.fleet, current, log).run(),
-        "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
+        "probes": ReplicaProber(gateway.fleet, gateway.metrics, current, state.secret()).run(),
         "metrics": _publish_metrics(gateway, f"gateway-{worker}", log),
         "shared_counters": _every(BEAT_EVERY_S, beat),
         "memory": FreedMemory().run(),
@@ -184,7 +184,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
     }.items():
         background.start(name, upkeep)
 
-    client = Server(
+    client = HttpServer(
         gateway.client,
         gateway.body_limit,
         gateway.count_refused,
@@ -232,7 +232,7 @@ async def work(  # noqa: PLR0915 - the composition root of a process
 
 
 async def _grpc_servers(
-    gateway: Gateway, uploads: UploadBudget, deployment: Deployment, log: Log
+    gateway: Gateway, uploads: UploadBudget, deployment: Deployment, log: StructuredLog
 ) -> list[GrpcServer]:
     """The gRPC ports that are configured, started."""
     if not deployment.grpc_ports:
@@ -259,7 +259,7 @@ async def _grpc_servers(
 class BackgroundTasks:
     """The background tasks by name. One that ends by an error ends the worker, which is then replaced."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: StructuredLog) -> None:
         self._log = log
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -273,12 +273,12 @@ class BackgroundTasks:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _take_libraries_lines(log: Log) -> None:
+def _take_libraries_lines(log: StructuredLog) -> None:
     for library in ("uvicorn", "asyncio", "opentelemetry"):
         logging.getLogger(library).addHandler(LibraryHandler(log))
 
 
-async def _publish_metrics(gateway: Gateway, process: str, log: Log) -> None:
+async def _publish_metrics(gateway: Gateway, process: str, log: StructuredLog) -> None:
     """Publish every :data:`PUBLISH_EVERY_S`; what may block is done in a thread, and less often.
 
     At the end of the worker, :meth:`Gateway.close` publishes what is left.

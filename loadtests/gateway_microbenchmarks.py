@@ -41,32 +41,32 @@ async def telemetry(folder: Path) -> str:
     """The cost of a request that is counted, and of an event that is relayed and recorded."""
     from gateway.delivery.relay import Relay  # noqa: PLC0415 - of the checkout that was asked for
     from gateway.http.asgi_exchange import SENT  # noqa: PLC0415
-    from gateway.http.http1_client import ClientConnection, ConnectionPool  # noqa: PLC0415
+    from gateway.http.http1_client import ConnectionPool, Http1ClientConnection  # noqa: PLC0415
     from gateway.intake.usage_journal import UsageJournal  # noqa: PLC0415
     from gateway.protocol.paths import ROUTES  # noqa: PLC0415
     from gateway.protocol.sse_validator import ChatValidator  # noqa: PLC0415
-    from gateway.protocol.usage import Usage  # noqa: PLC0415
-    from gateway.request_context import Call  # noqa: PLC0415
+    from gateway.protocol.usage import TokenUsage  # noqa: PLC0415
+    from gateway.request_context import RequestContext  # noqa: PLC0415
     from gateway.telemetry.metrics import ModelCounters  # noqa: PLC0415
-    from gateway.telemetry.structured_log import Log  # noqa: PLC0415
+    from gateway.telemetry.structured_log import StructuredLog  # noqa: PLC0415
     from policy.request import Request  # noqa: PLC0415
 
     def nothing(*_: object) -> object:
         return SENT
 
-    def call() -> Call:
-        return Call(ROUTES["/v1/chat/completions"], {"headers": []}, nothing, nothing)  # type: ignore[arg-type]
+    def call() -> RequestContext:
+        return RequestContext(ROUTES["/v1/chat/completions"], {"headers": []}, nothing, nothing)  # type: ignore[arg-type]
 
     meter, ended = ModelCounters("m"), monotonic()
     served, began = call(), ended - 1.0
-    served.outcome, served.queued_s, served.events, served.usage = "ok", 0.0005, 64, Usage(20, 0, 64)
+    served.outcome, served.queued_s, served.events, served.usage = "ok", 0.0005, 64, TokenUsage(20, 0, 64)
     served.sent_at, served.first_byte_at, served.last_event_at = began + 0.001, began + 0.02, began + 0.66
     served.round_trip_s, served.engine_s, served.engine_span_s, served.handled_s = 0.0001, 0.018, 0.63, 0.001
     request_ns = nanoseconds(lambda: meter.count(served, began, ended))
     streamed = call()
     streamed.streaming = True
-    streamed.charge = UsageJournal(folder, Log(0)).charge(streamed, "team", "key-1", Request("m"))
-    connection = ClientConnection(ConnectionPool("http://127.0.0.1:9", 1.0))
+    streamed.charge = UsageJournal(folder, StructuredLog(0)).charge(streamed, "team", "key-1", Request("m"))
+    connection = Http1ClientConnection(ConnectionPool("http://127.0.0.1:9", 1.0))
     relay = Relay(streamed, connection, ChatValidator(1), meter)
     relay.on_head(200, {b"content-type": b"text/event-stream"})
     framed = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
@@ -79,9 +79,9 @@ async def limits(folder: Path) -> str:
     from gateway.intake.principal import Principal, TenantAccount  # noqa: PLC0415 - of that checkout
     from gateway.intake.rate_limiter import RateLimiter  # noqa: PLC0415
     from gateway.intake.shared_limits import SharedLimits  # noqa: PLC0415
-    from policy.config.tenancy import Access  # noqa: PLC0415
+    from policy.config.tenancy import AccessPolicy  # noqa: PLC0415
 
-    limited = Access(
+    limited = AccessPolicy(
         rpm_limit=1_000_000_000, tpm_limit=1_000_000_000_000, max_parallel_requests=100, max_budget=1e9
     )
     limiters = [RateLimiter(SharedLimits(folder / "limits.rows", row)) for row in range(WORKERS)]
@@ -91,7 +91,7 @@ async def limits(folder: Path) -> str:
         limiter.admit(principal, 1000, 1000).settle(500, 500, began=True)
     first = limiters[0]
     # Without limits a request only looks whether it has any.
-    free = Principal(account, "key-0123456789abcdef", (Access(), Access()))
+    free = Principal(account, "key-0123456789abcdef", (AccessPolicy(), AccessPolicy()))
     limited_ns = nanoseconds(lambda: first.admit(principal, 1000, 1000).settle(500, 500, began=True))
     return f"{limited_ns:.0f} ns a request, {nanoseconds(lambda: free.limited):.0f} ns without limits"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 
-from tidegate.replay.http_client import Origin, Response
+from tidegate.replay.http_client import HttpOrigin, ReplayResponse
 
 # Longer than the queue timeout of the gateway.
 READ_TIMEOUT_S = 300.0
@@ -20,7 +20,7 @@ READ_BYTES = 65536
 Sink = Callable[[bytes, float], bool]
 
 
-class Connection:
+class BlockingHttpConnection:
     """Requests to one server, one at a time; connects when needed and again after it was closed.
 
     ``began`` is the instant in ``perf_counter`` seconds at which the last request was written, after
@@ -28,13 +28,13 @@ class Connection:
     """
 
     def __init__(self, base_url: str, api_key: str = "") -> None:
-        """See :class:`Origin`."""
-        self._origin = Origin(base_url, api_key)
+        """See :class:`HttpOrigin`."""
+        self._origin = HttpOrigin(base_url, api_key)
         self._socket: socket.socket | None = None
         self._begun = False
         self.began = self.ended = 0.0
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> BlockingHttpConnection:
         return self
 
     def __exit__(
@@ -53,7 +53,9 @@ class Connection:
         answer = self._exchange(self._origin.get(path), keep, CONNECT_TIMEOUT_S)
         return answer.status, bytes(body)
 
-    def post(self, path: str, body: bytes, sink: Sink, *, timeout_s: float = READ_TIMEOUT_S) -> Response:
+    def post(
+        self, path: str, body: bytes, sink: Sink, *, timeout_s: float = READ_TIMEOUT_S
+    ) -> ReplayResponse:
         """Send ``body`` as JSON; each read's body bytes go to ``sink`` with the instant of the read.
 
         A sink that returns False ends the connection, and the response is not complete. Raises
@@ -66,7 +68,7 @@ class Connection:
             self._socket.close()
             self._socket = None
 
-    def _exchange(self, request: bytes, sink: Sink, timeout_s: float) -> Response:
+    def _exchange(self, request: bytes, sink: Sink, timeout_s: float) -> ReplayResponse:
         kept = self._socket is not None
         try:
             try:
@@ -81,7 +83,7 @@ class Connection:
             self.close()
             raise
 
-    def _once(self, request: bytes, sink: Sink, timeout_s: float) -> Response:
+    def _once(self, request: bytes, sink: Sink, timeout_s: float) -> ReplayResponse:
         connection = self._socket or self._connect()
         connection.settimeout(timeout_s)
         self._begun, wanted = False, True
@@ -90,7 +92,7 @@ class Connection:
             nonlocal wanted
             wanted = sink(data, at)
 
-        response = Response(feed)
+        response = ReplayResponse(feed)
         self.began = perf_counter()
         connection.sendall(request)
         while wanted and not response.complete:

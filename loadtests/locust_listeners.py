@@ -11,9 +11,9 @@ from typing import Any
 from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests import metrics_check, report
-from loadtests.http_client import Connection
-from loadtests.metrics_check import Key, Row
-from loadtests.slo import Ledger
+from loadtests.http_client import BlockingHttpConnection
+from loadtests.metrics_check import Key, MetricComparison
+from loadtests.slo import RunStatistics
 from loadtests.users import ModelUser, RequestFailed, first_model, objective
 
 # Messages: the master ends the users of its workers, and each worker answers with its last counts. The master
@@ -23,12 +23,12 @@ LAST_COUNTS = "tidegate-last-counts"
 LAST_COUNTS_S = 5.0
 
 
-class Run:
+class LocustRun:
     """The listeners of one locust process. Workers only count; the others report as well."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
-        self._ledger: Ledger = environment.ledger
+        self._ledger: RunStatistics = environment.ledger
         self._model = ""
         self._before: Counter[Key] = Counter()
         self._why_not = ""
@@ -66,7 +66,7 @@ class Run:
         after = Counter[Key]() if self._why_not else self._gateway()
         if not after and not self._why_not:
             self._why_not = f"its metrics name no model {self._model!r}"
-        compared: list[Row] = []
+        compared: list[MetricComparison] = []
         if not self._why_not:
             compared = metrics_check.compare(self._before, after, self._ledger, objective(options))
         report.show(self._ledger, objective(options), compared, self._why_not)
@@ -94,15 +94,17 @@ class Run:
             self._why_not = "no --admin-url"
             return Counter()
         try:
-            with Connection(self._environment.host or ModelUser.host, options.api_key) as connection:
+            with BlockingHttpConnection(
+                self._environment.host or ModelUser.host, options.api_key
+            ) as connection:
                 self._model = options.model or first_model(connection)
-            with Connection(options.admin_url) as connection:
+            with BlockingHttpConnection(options.admin_url) as connection:
                 return metrics_check.settled(lambda: self._scrape(connection))
         except (OSError, RequestFailed, ValueError) as error:
             self._why_not = f"{options.admin_url}: {error}"
             return Counter()
 
-    def _scrape(self, connection: Connection) -> Counter[Key]:
+    def _scrape(self, connection: BlockingHttpConnection) -> Counter[Key]:
         status, body = connection.get("/metrics")
         if status != 200:
             raise RequestFailed(f"/metrics answered {status}")

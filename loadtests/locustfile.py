@@ -10,8 +10,8 @@ from typing import Any
 from locust import events
 
 from loadtests import options
-from loadtests.locust_listeners import Run
-from loadtests.slo import Ledger
+from loadtests.locust_listeners import LocustRun
+from loadtests.slo import RunStatistics
 from loadtests.users import ChatUser, CompletionUser
 
 __all__ = ["ChatUser", "CompletionUser"]
@@ -19,8 +19,8 @@ __all__ = ["ChatUser", "CompletionUser"]
 
 def prepare(environment: Any, **_: object) -> None:
     """Create the ledger of the process, in locust's environment, and its listeners."""
-    environment.ledger = Ledger()
-    Run(environment)
+    environment.ledger = RunStatistics()
+    LocustRun(environment)
 
 
 events.init_command_line_parser.add_listener(options.add)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtests.slo import Ledger, Objective
+from loadtests.slo import RequestSlo, RunStatistics
 from policy.stats.histogram import GAPS, SECONDS
 
 # Workers publish twice a second: two equal readings further apart than that are complete.
@@ -26,7 +26,7 @@ _READ = frozenset(
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricComparison:
     """One quantity measured on both sides; ``unit`` belongs to both."""
 
     name: str
@@ -67,7 +67,9 @@ def settled(fetch: Callable[[], Counter[Key]], sleep: Callable[[float], None] = 
     return now
 
 
-def compare(before: Counter[Key], after: Counter[Key], ledger: Ledger, objective: Objective) -> list[Row]:
+def compare(
+    before: Counter[Key], after: Counter[Key], ledger: RunStatistics, objective: RequestSlo
+) -> list[MetricComparison]:
     """Means in ms, counts, and goodput of streams on both sides, over the duration of the users' run.
 
     For an answer in one piece the gateway does not know the token count, so it has no goodput. Streams are
@@ -87,12 +89,12 @@ def compare(before: Counter[Key], after: Counter[Key], ledger: Ledger, objective
         return 1000 * _sum(delta, f"tidegate_{name}_seconds_sum") / count if count else 0.0
 
     return [
-        Row("TTFT mean", "ms", _mean_ms(total.ttft_s, total.begun), mean("ttft")),
-        Row("ITL mean", "ms", _mean_ms(total.itl_s, total.gaps), mean("itl")),
-        Row("E2E mean", "ms", _mean_ms(total.e2e_s, total.served), mean("e2e")),
-        Row("streams begun", "", total.begun, _sum(delta, "tidegate_ttft_seconds_count")),
-        Row("requests served", "", total.served, served),
-        Row(
+        MetricComparison("TTFT mean", "ms", _mean_ms(total.ttft_s, total.begun), mean("ttft")),
+        MetricComparison("ITL mean", "ms", _mean_ms(total.itl_s, total.gaps), mean("itl")),
+        MetricComparison("E2E mean", "ms", _mean_ms(total.e2e_s, total.served), mean("e2e")),
+        MetricComparison("streams begun", "", total.begun, _sum(delta, "tidegate_ttft_seconds_count")),
+        MetricComparison("requests served", "", total.served, served),
+        MetricComparison(
             "goodput of streams",
             "/s",
             _met(total.streams_by_bucket(), objective) / seconds,
@@ -101,7 +103,7 @@ def compare(before: Counter[Key], after: Counter[Key], ledger: Ledger, objective
     ]
 
 
-def _met(streams: Iterable[tuple[float, float, float]], objective: Objective) -> float:
+def _met(streams: Iterable[tuple[float, float, float]], objective: RequestSlo) -> float:
     """Streams within both limits; of a bucket that a limit divides, the fraction below the limit."""
     return sum(
         count * _below(objective.ttft_s, ttft_le, SECONDS) * _below(objective.itl_s, itl_le, GAPS)

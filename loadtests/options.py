@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sim.arrivals import Arrival
-from tidegate.replay.prompts import Prompts
+from tidegate.replay.prompts import PromptGenerator
 
 # In-flight requests may end before users are stopped: a request that is cut is in one side's metrics only.
 STOP_TIMEOUT_S = "60"
@@ -37,7 +37,7 @@ _INSTRUCTION = "Write a long story with these words:"
 _INSTRUCTION_TOKENS = 8
 
 
-_PROMPTS = Prompts(seed=0)
+_PROMPTS = PromptGenerator(seed=0)
 
 
 def prompt(tokens: int, number: int) -> str:

@@ -13,8 +13,8 @@ from flask import Response, request
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.metrics_check import Row
-from loadtests.slo import Ledger, Objective, Tally
+from loadtests.metrics_check import MetricComparison
+from loadtests.slo import RequestSlo, RunStatistics, UserStatistics
 
 # Keys are single words: the web page rewrites others.
 COLUMNS = {
@@ -35,13 +35,13 @@ COMPARISON = ("", "unit", "users", "gateway", "difference (%)")
 PLAIN_WIDTH = 150
 
 
-def rows(ledger: Ledger) -> list[dict[str, str]]:
+def rows(ledger: RunStatistics) -> list[dict[str, str]]:
     """One row for each kind of user and one for all."""
     tallies = sorted(ledger.tallies.items())
     return [_row(name, tally, ledger.seconds) for name, tally in [*tallies, ("all", ledger.total())]]
 
 
-def _row(name: str, tally: Tally, seconds: float) -> dict[str, str]:
+def _row(name: str, tally: UserStatistics, seconds: float) -> dict[str, str]:
     def mean(total_s: float, count: int) -> str:
         return f"{1000 * total_s / count:.1f}" if count else ""
 
@@ -63,7 +63,7 @@ def _row(name: str, tally: Tally, seconds: float) -> dict[str, str]:
     }
 
 
-def comparison(compared: Sequence[Row]) -> list[tuple[str, ...]]:
+def comparison(compared: Sequence[MetricComparison]) -> list[tuple[str, ...]]:
     """The measurements of the users and of the gateway."""
     return [
         (row.name, row.unit, f"{row.users:.2f}", f"{row.gateway:.2f}", f"{100 * row.difference:+.1f}")
@@ -71,7 +71,9 @@ def comparison(compared: Sequence[Row]) -> list[tuple[str, ...]]:
     ]
 
 
-def show(ledger: Ledger, objective: Objective, compared: Sequence[Row], why_not: str) -> None:
+def show(
+    ledger: RunStatistics, objective: RequestSlo, compared: Sequence[MetricComparison], why_not: str
+) -> None:
     """Print the tables; ``why_not`` is the reason why there is no comparison."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     limits = f"TTFT <= {objective.ttft_s:g} s and mean ITL <= {objective.itl_s:g} s"
@@ -92,7 +94,7 @@ def _print(console: Console, title: str, heads: Iterable[str], lines: Iterable[I
     console.print(table)
 
 
-def save(prefix: str, ledger: Ledger, compared: Sequence[Row]) -> None:
+def save(prefix: str, ledger: RunStatistics, compared: Sequence[MetricComparison]) -> None:
     """Write PREFIX_slo.csv, and PREFIX_gateway.csv if there is a comparison."""
     _write(f"{prefix}_slo.csv", COLUMNS.values(), (row.values() for row in rows(ledger)))
     if compared:
@@ -109,7 +111,7 @@ def _write(path: str, heads: Iterable[str], lines: Iterable[Iterable[str]]) -> N
 TAB = "slo"
 
 
-def add_web_tab(web_ui: Any, ledger: Ledger) -> None:
+def add_web_tab(web_ui: Any, ledger: RunStatistics) -> None:
     """Add a tab to locust's web page."""
     structure = [{"key": key, "title": title} for key, title in COLUMNS.items()]
     web_ui.template_args |= {

@@ -12,7 +12,7 @@ from policy.stats.histogram import GAPS, SECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestMeasurement:
     """One finished request; ``error`` is empty for a success, ``aborted`` means that the client left.
 
     ``ttft_s`` is ``None`` for an answer that was not streamed, ``itl_s`` is the mean time per token after the
@@ -32,13 +32,13 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class RequestSlo:
     """The SLO of a request, in seconds."""
 
     ttft_s: float
     itl_s: float
 
-    def met(self, outcome: Outcome) -> bool:
+    def met(self, outcome: RequestMeasurement) -> bool:
         """Whether a request met the SLO.
 
         A stream must meet both limits. An answer in one piece must arrive before a stream at both
@@ -52,7 +52,7 @@ class Objective:
 
 
 @dataclass(slots=True)
-class Tally:
+class UserStatistics:
     """Sums of one kind of user. ``requests`` were ended by the server, ``served`` ones successfully.
 
     Times are sums in seconds: ``ttft_s`` over ``begun`` streams, ``itl_s`` over ``gaps`` gaps, ``e2e_s`` over
@@ -73,7 +73,7 @@ class Tally:
     # By text: what is sent between processes has no other keys.
     streams: dict[str, int] = field(default_factory=dict)
 
-    def add(self, outcome: Outcome, objective: Objective) -> None:
+    def add(self, outcome: RequestMeasurement, objective: RequestSlo) -> None:
         """Count a request that ended; its first event was counted before."""
         self.gaps += len(outcome.gaps)
         self.itl_s += sum(outcome.gaps)
@@ -90,7 +90,7 @@ class Tally:
             key = f"{bisect_left(SECONDS, outcome.ttft_s)} {bisect_left(GAPS, outcome.gap_s)}"
             self.streams[key] = self.streams.get(key, 0) + 1
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: UserStatistics) -> None:
         """Add another's sums."""
         for each in fields(self):
             if each.name != "streams":
@@ -111,16 +111,16 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Ledger:
+class RunStatistics:
     """A run: tallies by kind of user, and the time it covers, in seconds of one process's steady clock."""
 
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    tallies: dict[str, UserStatistics] = field(default_factory=dict)
     began_at: float = 0.0
     ended_at: float = 0.0
 
-    def of(self, user: str) -> Tally:
+    def of(self, user: str) -> UserStatistics:
         """The tally of a kind of user."""
-        return self.tallies.setdefault(user, Tally())
+        return self.tallies.setdefault(user, UserStatistics())
 
     def begin(self, at: float) -> None:
         """Reset; the run begins ``at``."""
@@ -133,14 +133,14 @@ class Ledger:
         tally.begun += 1
         tally.ttft_s += ttft_s
 
-    def end(self, outcome: Outcome, objective: Objective, at: float) -> None:
+    def end(self, outcome: RequestMeasurement, objective: RequestSlo, at: float) -> None:
         """Count a request that ended ``at``."""
         self.of(outcome.user).add(outcome, objective)
         self.ended_at = max(self.ended_at, at)
 
-    def total(self) -> Tally:
+    def total(self) -> UserStatistics:
         """All kinds of users together."""
-        total = Tally()
+        total = UserStatistics()
         for tally in self.tallies.values():
             total.merge(tally)
         return total
@@ -159,5 +159,5 @@ class Ledger:
     def put(self, sums_by_name: Mapping[str, Any], at: float) -> None:
         """Add the counts of another process, received ``at`` by the clock of this process."""
         for name, sums in sums_by_name.items():
-            self.of(name).merge(Tally(**sums))
+            self.of(name).merge(UserStatistics(**sums))
             self.ended_at = max(self.ended_at, at)

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from locust import User, constant
 
-from loadtests.http_client import Connection
+from loadtests.http_client import BlockingHttpConnection
 from loadtests.options import prompt
-from loadtests.slo import Objective, Outcome
+from loadtests.slo import RequestMeasurement, RequestSlo
 from tidegate.replay.response_timing import StreamTimings
 
 # Between two attempts to reach a server that is down.
@@ -23,7 +23,7 @@ class RequestFailed(Exception):
     """The error of a request in locust's statistics."""
 
 
-def first_model(connection: Connection) -> str:
+def first_model(connection: BlockingHttpConnection) -> str:
     """The first id of ``/v1/models``; raises RequestFailed when there is none."""
     status, body = connection.get("/v1/models")
     if status != 200:
@@ -34,9 +34,9 @@ def first_model(connection: Connection) -> str:
     return str(models[0]["id"])
 
 
-def objective(options: Any) -> Objective:
+def objective(options: Any) -> RequestSlo:
     """The SLO in the options."""
-    return Objective(ttft_s=options.slo_ttft_s, itl_s=options.slo_itl_s)
+    return RequestSlo(ttft_s=options.slo_ttft_s, itl_s=options.slo_itl_s)
 
 
 class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict mode can follow
@@ -52,7 +52,7 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         """Connect, and find the name of the model."""
         self._options = self.environment.parsed_options
         self._rng = random.Random()  # noqa: S311 - load, not secrets
-        self._connection = Connection(self.host, self._options.api_key)
+        self._connection = BlockingHttpConnection(self.host, self._options.api_key)
         self._model = self._options.model or first_model(self._connection)
 
     def on_stop(self) -> None:
@@ -71,7 +71,9 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         try:
             outcome = self._stream(name, raw, aborts) if streamed else self._whole(name, raw, aborts)
         except OSError as error:
-            outcome = Outcome(name, perf_counter() - began, error=f"{type(error).__name__}: {error}")
+            outcome = RequestMeasurement(
+                name, perf_counter() - began, error=f"{type(error).__name__}: {error}"
+            )
             time.sleep(PAUSE_S)
         self._report(outcome)
 
@@ -84,7 +86,7 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
     def _prompt(self) -> str:
         return prompt(self._options.prompt_tokens, self._rng.getrandbits(32))
 
-    def _stream(self, name: str, raw: bytes, aborts: bool) -> Outcome:
+    def _stream(self, name: str, raw: bytes, aborts: bool) -> RequestMeasurement:
         timings = StreamTimings()
         connection = self._connection
         leave_after = self._rng.randint(1, max(1, self._options.max_tokens // 2)) if aborts else 0
@@ -99,7 +101,7 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         answer = connection.post(self.path, raw, sink)
         timings.end(answer.status)
         first_at = timings.first_event_at
-        return Outcome(
+        return RequestMeasurement(
             name,
             connection.ended - connection.began,
             ttft_s=first_at - connection.began if first_at is not None else None,
@@ -112,7 +114,7 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
             aborted=not answer.complete,
         )
 
-    def _whole(self, name: str, raw: bytes, aborts: bool) -> Outcome:
+    def _whole(self, name: str, raw: bytes, aborts: bool) -> RequestMeasurement:
         timings = StreamTimings()
         body = bytearray()
 
@@ -127,10 +129,10 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         except TimeoutError:
             if not aborts:
                 raise
-            return Outcome(name, perf_counter() - began, aborted=True)
+            return RequestMeasurement(name, perf_counter() - began, aborted=True)
         timings.take(bytes(body), connection.ended)
         timings.end(answer.status)
-        return Outcome(
+        return RequestMeasurement(
             name,
             connection.ended - connection.began,
             prompt_tokens=timings.input_tokens,
@@ -143,7 +145,7 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         self.environment.ledger.first_event(name, ttft_s)
         self.environment.stats.get(name, "TTFT").log(1000 * ttft_s, 0)
 
-    def _report(self, outcome: Outcome) -> None:
+    def _report(self, outcome: RequestMeasurement) -> None:
         self.environment.ledger.end(outcome, objective(self._options), perf_counter())
         # Without the request event: locust's totals count requests, not tokens.
         for gap in outcome.gaps:

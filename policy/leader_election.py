@@ -1,10 +1,10 @@
 """The election of the controller that leads, by a lease: a pure state machine.
 
-A store keeps one :class:`Lease` and replaces it only where it is still the one that a candidate read (compare
-and swap). The leader renews it. A candidate takes it over after it has seen no renewal for the lease's
-duration, by its own monotonic clock: instants of different machines are never compared. The leader gives up
-before that, after :data:`HELD` of the duration since it *sent* its last renewal, so that clocks may run at
-rates that differ by a quarter.
+A store keeps one :class:`LeaderLease` and replaces it only where it is still the one that a candidate read
+(compare and swap). The leader renews it. A candidate takes it over after it has seen no renewal for the
+lease's duration, by its own monotonic clock: instants of different machines are never compared. The leader
+gives up before that, after :data:`HELD` of the duration since it *sent* its last renewal, so that clocks may
+run at rates that differ by a quarter.
 
 Clocks alone do not protect from a leader that is paused between this check and its order. Each takeover
 therefore begins a new term, and every receiver of an order (hosts, gateways, actuators, the store of the
@@ -23,7 +23,7 @@ HELD = 2 / 3
 RENEW = 1 / 5
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderLease(msgspec.Struct, frozen=True, kw_only=True):
     """The leadership of ``holder``, at ``address``, in ``term``: until it is not renewed for ``lease_s``.
 
     ``holder`` is unique to a process. ``renewals`` counts, so that each renewal is another value. A lease
@@ -40,7 +40,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     renewed_at: float = 0.0
 
 
-class Candidate:
+class LeaderElector:
     """What one process knows of the election. ``now`` is its monotonic clock, ``at`` its wall clock.
 
     Read the store and :meth:`observe`; write :meth:`proposal`, if there is one, in place of :attr:`seen`;
@@ -55,7 +55,7 @@ class Candidate:
         self.lease_s = lease_s
         self._above = above
         # The lease in the store, and when it was first seen so.
-        self.seen: Lease | None = None
+        self.seen: LeaderLease | None = None
         self._seen_at = 0.0
         # When the last renewal that succeeded was sent.
         self._held_from: float | None = None
@@ -78,14 +78,14 @@ class Candidate:
         """For how long the lease has been seen unchanged."""
         return now - self._seen_at if self.seen is not None else None
 
-    def observe(self, lease: Lease | None, now: float) -> None:
+    def observe(self, lease: LeaderLease | None, now: float) -> None:
         """The store's content, which was read before ``now``."""
         if lease != self.seen:
             self.seen, self._seen_at = lease, now
         if lease is None or lease.holder != self._holder or lease.released:
             self._held_from = None
 
-    def proposal(self, now: float, at: float) -> Lease | None:
+    def proposal(self, now: float, at: float) -> LeaderLease | None:
         """The lease to write in place of :attr:`seen`; ``None`` while another process has it."""
         seen = self.seen
         if seen is not None and seen.holder == self._holder and not seen.released:
@@ -93,19 +93,19 @@ class Candidate:
         if seen is not None and not seen.released and now - self._seen_at <= seen.lease_s:
             return None
         term = max(self.term, self._above) + 1
-        return Lease(
+        return LeaderLease(
             holder=self._holder, address=self._address, term=term, lease_s=self.lease_s,
             acquired_at=at, renewed_at=at,
         )  # fmt: skip
 
-    def release(self, at: float) -> Lease | None:
+    def release(self, at: float) -> LeaderLease | None:
         """The lease to write at an orderly end, so that another process leads at once; it leads no more."""
         self._held_from = None
         if self.seen is None or self.seen.holder != self._holder or self.seen.released:
             return None
         return replace(self.seen, released=True, renewals=self.seen.renewals + 1, renewed_at=at)
 
-    def written(self, lease: Lease, sent_at: float, now: float) -> None:
+    def written(self, lease: LeaderLease, sent_at: float, now: float) -> None:
         """``lease`` was written; the write began at ``sent_at`` and its answer came at ``now``."""
         self.seen, self._seen_at = lease, now
         self._held_from = None if lease.released else sent_at

@@ -65,7 +65,7 @@ class Priority(StrEnum):
     BATCH = "batch"
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The load that a replica reports at ``at``.
 
     ``in_flight`` requests are inside the guard, which admits ``bound``; ``running`` and ``waiting`` are the
@@ -99,7 +99,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
     generation: int
     state: ReplicaPhase
-    load: Load
+    load: ReplicaLoad
     url: str = ""
     node: str = ""
     incarnation: int = 0
@@ -137,7 +137,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int] = {}
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+class FleetSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """An immutable snapshot of models and replicas.
 
     ``epoch`` is the start of the controller that wrote it, so snapshots of a restarted controller are newer;
@@ -152,4 +152,4 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0
 
 
-EMPTY_FLEET = Fleet(epoch=0.0, version=0, at=0.0)
+EMPTY_FLEET = FleetSnapshot(epoch=0.0, version=0, at=0.0)

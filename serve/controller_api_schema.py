@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from policy.engine.replica_capacity import Capability
-from policy.scaling.decision_types import Decision, Override, Situation
+from policy.scaling.decision_types import Decision, ModeOverride, Situation
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     resolving: bool = False
     decided_by: str = ""
-    override: Override | None = None
+    override: ModeOverride | None = None
     decided_at: float | None = None
     reason: str = ""
     capability: Capability | None = None

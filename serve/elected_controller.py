@@ -24,11 +24,11 @@ from serve.actuator.local import LocalActuator
 from serve.controller.crash_loop_backoff import record_error, record_start
 from serve.controller.leadership_lease import Leadership, LeaseStore
 from serve.controller.serving import stop_signals
-from serve.controller.standby_controller import Elected
+from serve.controller.standby_controller import ElectedController
 from serve.ray_launcher import join
 from store.database import Database
 from store.election.database_lease import DatabaseLease
-from store.election.database_state_dir import LeaderState, highest_term
+from store.election.database_state_dir import DatabaseStateDir, highest_term
 from store.json_log_format import log_to
 from store.kubernetes.lease import KubernetesLeaseStore
 from store.state_dir import StateDir
@@ -56,9 +56,9 @@ async def _run(state: StateDir, address: str, listen: str, *, ray: bool) -> None
     # Replicas that run may have had orders of higher terms than a new database knows.
     above = max(highest_term(database), ordered)
     leadership = Leadership(lease, address, election.lease_s, above, wall=time.time, monotonic=time.monotonic)
-    controller = Elected(
+    controller = ElectedController(
         leadership,
-        state_of=lambda term: LeaderState(state.root, database, term),
+        state_of=lambda term: DatabaseStateDir(state.root, database, term),
         actuator_of=actuator_of,
         fence=fence,
         secret=state.secret(),
@@ -73,17 +73,17 @@ async def _run(state: StateDir, address: str, listen: str, *, ray: bool) -> None
         database.close()
 
 
-def _local(deployment: Deployment) -> Callable[[LeaderState], Actuator]:
+def _local(deployment: Deployment) -> Callable[[DatabaseStateDir], Actuator]:
     cluster = deployment.cluster
     return lambda state: LocalActuator(state, cluster, cards_of_machine(cluster, os.environ))
 
 
-def _ray(state: StateDir, deployment: Deployment) -> tuple[Callable[[LeaderState], Actuator], int]:
+def _ray(state: StateDir, deployment: Deployment) -> tuple[Callable[[DatabaseStateDir], Actuator], int]:
     """The maker of the actuator, and the highest term that has given orders to the cluster."""
     dashboard, token = join(deployment, state)
     from serve.actuator import ray_term_fence  # noqa: PLC0415  # imports Ray
 
-    def actuator_of(leading: LeaderState) -> Actuator:
+    def actuator_of(leading: DatabaseStateDir) -> Actuator:
         return ray_term_fence.RayOrders(
             ray_term_fence.Term(
                 number=leading.term, root=str(state.root), secret=state.secret(),

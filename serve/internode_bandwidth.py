@@ -34,7 +34,7 @@ class NodePair(msgspec.Struct, frozen=True, kw_only=True):
     rtt_s: float
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class BandwidthReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The pairs, each node to the next by address, or why there are none."""
 
     pairs: tuple[NodePair, ...] = ()
@@ -74,7 +74,7 @@ def send(host: str, port: int, seconds: float) -> tuple[float, float]:
         return sent / (time.perf_counter() - began), min(trips)
 
 
-def measure() -> Measured:
+def measure() -> BandwidthReport:
     """Measure on the cluster that this process has joined: each node sends to the next, one after another."""
     import ray  # noqa: PLC0415 - only what has joined a cluster may load Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
@@ -92,7 +92,7 @@ def measure() -> Measured:
 
     alive = sorted((node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"])
     if len(alive) < 2:
-        return Measured()
+        return BandwidthReport()
     nodes = {
         address: ray.remote(Node)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
@@ -107,7 +107,7 @@ def measure() -> Measured:
         speed, trip = ray.get(nodes[source].send.remote(target, port), timeout=_TIMEOUT_S + SECONDS)
         ray.get(received, timeout=_TIMEOUT_S)
         pairs.append(NodePair(source=source, target=target, bytes_per_s=speed, rtt_s=trip))
-    return Measured(pairs=tuple(pairs))
+    return BandwidthReport(pairs=tuple(pairs))
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
         join(parse(msgspec.json.decode(sys.stdin.buffer.read())), StateDir(given.state))
         found = measure()
     except (TidegateError, OSError, RuntimeError, TimeoutError) as error:
-        found = Measured(
+        found = BandwidthReport(
             error=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         )
     print(msgspec.json.encode(found).decode(), flush=True)  # noqa: T201

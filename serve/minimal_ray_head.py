@@ -48,7 +48,7 @@ _NO_AGENT = ["sh", "-c", "exec cat", "agent"]
 _KEPT = [sys.executable, "-S", "-E", raylet_agent_watchdog.__file__]
 
 
-class Head(Node):  # type: ignore[misc]  # Ray's class is not typed
+class RayHead(Node):  # type: ignore[misc]  # Ray's class is not typed
     """A head node whose processes are watched by :meth:`run`."""
 
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +157,7 @@ def main() -> None:
         redis_username=os.environ.get("REDIS_USERNAME", ray_constants.REDIS_DEFAULT_USERNAME),
         redis_password=os.environ.get("REDIS_PASSWORD", ray_constants.REDIS_DEFAULT_PASSWORD),
     )  # fmt: skip
-    ended = Head(params, head=True).run(redis=given.redis_address is not None)
+    ended = RayHead(params, head=True).run(redis=given.redis_address is not None)
     sys.exit(f"the Ray head ends: {ended}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from store.progress_report import Progress, Report
+from store.progress_report import ProgressLine, Report
 from store.state_dir import write_atomic
 
 NAME = "manifest.json"
@@ -16,7 +16,7 @@ NAME = "manifest.json"
 BLOCK_BYTES = 4 * 1024 * 1024
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file."""
 
     size: int
@@ -30,7 +30,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     source: str
-    files: dict[str, Entry]
+    files: dict[str, ManifestFile]
     package: str = ""
     version: str = ""
     source_file: str = ""
@@ -45,7 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 _decode = msgspec.json.Decoder(Manifest).decode
 
 
-def content_digest(files: dict[str, Entry]) -> str:
+def content_digest(files: dict[str, ManifestFile]) -> str:
     """sha256 over the sorted names and digests of the files: equal content, equal digest."""
     whole = hashlib.sha256()
     for name, entry in sorted(files.items()):
@@ -63,10 +63,10 @@ def sha256_file(path: Path) -> str:
     return whole.hexdigest()
 
 
-def entries(directory: Path) -> dict[str, Entry]:
+def entries(directory: Path) -> dict[str, ManifestFile]:
     """Every file of ``directory`` but the manifest, with its size and digest; raises ``OSError``."""
     return {
-        path.name: Entry(size=path.stat().st_size, sha256=sha256_file(path))
+        path.name: ManifestFile(size=path.stat().st_size, sha256=sha256_file(path))
         for path in sorted(directory.iterdir())
         if path.name != NAME
     }
@@ -102,15 +102,15 @@ def verified(directory: Path, report: Report) -> Manifest | None:
     manifest = read(directory)
     if manifest is None:
         return None
-    report(Progress(step="verify", message=f"checking the digests of {directory.name}"))
+    report(ProgressLine(step="verify", message=f"checking the digests of {directory.name}"))
     try:
         found = entries(directory)
     except OSError as error:
-        report(Progress(step="verify", message=f"{directory.name} cannot be read: {error}"))
+        report(ProgressLine(step="verify", message=f"{directory.name} cannot be read: {error}"))
         return None
     for name in sorted(found.keys() | manifest.files.keys()):
         if found.get(name) != manifest.files.get(name):
-            report(Progress(step="verify", message=f"{directory.name}/{name} is not what was prepared"))
+            report(ProgressLine(step="verify", message=f"{directory.name}/{name} is not what was prepared"))
             return None
     return manifest
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A complete Hugging Face model directory, and the digest of its content."""
 
     path: Path
     digest: str
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ProgressLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A progress line for users; ``fraction`` (0 to 1) of the step, ``None`` if unknown."""
 
     step: str
@@ -23,4 +23,4 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fraction: float | None = None
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[ProgressLine], None]

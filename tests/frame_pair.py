@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from uvicorn.server import ServerState
 
-from gateway.http.frame_client import MOST_RECORDS, FrameChannel, MultiplexedConnection, Stream
+from gateway.http.frame_client import MOST_RECORDS, FrameChannel, FrameClientConnection, FrameClientStream
 from gateway.http.http1_client import ConnectionPool
 from policy.wire.frames import FULL_FRAME
-from serve.engine.frame_server import FrameConnection
+from serve.engine.frame_server import FrameServerConnection
 from serve.engine.interface import WRITER, ASGIApp, Receive, ResponseWriter, Scope, Send
 
 SECRET = "secret"
@@ -135,14 +135,16 @@ class Client:
     def __init__(self, limit: int = 1 << 30, acked: int | None = None) -> None:
         self.wire = Wire(limit, acked)
         self.channel = FrameChannel(ConnectionPool("http://replica:1", 1.0), SECRET)
-        self.connection = MultiplexedConnection(self.channel, SECRET)
+        self.connection = FrameClientConnection(self.channel, SECRET)
         self.wire.set_protocol(self.connection)
         self.connection.connection_made(cast("asyncio.Transport", self.wire))
 
-    def ask(self, body: bytes | Sequence[bytes] = b"", sink: Got | None = None) -> tuple[Stream, Got]:
+    def ask(
+        self, body: bytes | Sequence[bytes] = b"", sink: Got | None = None
+    ) -> tuple[FrameClientStream, Got]:
         size = len(body) if isinstance(body, bytes) else sum(map(len, body))
         got = sink or Got()
-        stream = Stream(self.connection)
+        stream = FrameClientStream(self.connection)
         stream.send(got, b"POST /v1/x?a=b HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size, body)
         return stream, got
 
@@ -161,7 +163,7 @@ class Pair(Client):
         super().__init__(limit)
         self.back = Wire(there)
         self.state = ServerState()
-        self.server = FrameConnection(app, SECRET, cast("asyncio.Transport", self.back), self.state)
+        self.server = FrameServerConnection(app, SECRET, cast("asyncio.Transport", self.back), self.state)
 
     async def settle(self, size: int = 1 << 30) -> None:
         """Turns until nobody has sent anything for some."""

@@ -25,14 +25,14 @@ from click.testing import CliRunner
 from gateway.api.application import admin_app, client_app
 from policy.config.deployment import GatewayConfig, ModelSpec
 from policy.deployment_file.parse import parse
-from sim.simulator.fault_scenario import Scenario, scenario_of
+from sim.simulator.fault_scenario import FaultScenario, scenario_of
 from sim.workload.workload_spec import parse_workload
 from tests.test_docs import BLOCK, PAGES, ROOT, blocks
 from tidegate.cli import group
 
 MODEL = {"name": "m", "source": "org/m", "shapes": {"s": {"gpus": 1}}, "modes": {"o": {"shape": "s"}}}
 OF_A_MODEL = {field.encode_name for field in msgspec.structs.fields(ModelSpec)}
-OF_A_SCENARIO = {field.encode_name for field in msgspec.structs.fields(Scenario)}
+OF_A_SCENARIO = {field.encode_name for field in msgspec.structs.fields(FaultScenario)}
 # Read by Prometheus.
 FOREIGN = {"scrape_configs"}
 LANGUAGES = {"sh", "console", "text", "yaml", "json", "toml", "python"}

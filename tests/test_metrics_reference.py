@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from policy.wire.metric_definitions import GROUPS, METRICS, Kind, Metric
+from policy.wire.metric_definitions import GROUPS, METRICS, Metric, MetricType
 from tests.generated_page import GeneratedPage
 
 PAGE = GeneratedPage("metrics.md", "## All metrics\n")
@@ -38,7 +38,7 @@ def test_a_name_keeps_to_the_rules_of_prometheus(metric: Metric) -> None:
     assert re.fullmatch(r"(tidegate|gen_ai)(_[a-z0-9]+)+", metric.name)
     assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
     assert metric.text.endswith(".")
-    if metric.unit in _BASE_UNITS and metric.kind is not Kind.HISTOGRAM:
+    if metric.unit in _BASE_UNITS and metric.kind is not MetricType.HISTOGRAM:
         assert metric.name.endswith(f"_{metric.unit}")
     assert all(re.fullmatch(r"[a-z_]+", label) for label in metric.labels)
 

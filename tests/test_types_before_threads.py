@@ -15,7 +15,7 @@ DECODED = {
         *(f"policy.wire.accounting_api:{name}" for name in (
             "AuditEntry", "AuditQuery", "CreateAdminKey", "CreateKey", "CreateTenant", "RotateKey"
         )),
-        "policy.config.tenancy:Access",
+        "policy.config.tenancy:AccessPolicy",
         "policy.config.tenancy:Tenant",
         "policy.tenancy.usage_slot:UsageDims",
         "policy.wire.usage_query:UsageQuery",
@@ -35,7 +35,7 @@ DECODED = {
     "tidegate.supervisor.supervisor": (
         "policy.scaling.policies.registry:Predictive",
         "policy.scaling.view:Proposal",
-        "policy.types:Fleet",
+        "policy.types:FleetSnapshot",
         "policy.wire.controller:LeaderStatus",
         "serve.controller_api_schema:ControllerStatus",
     ),

@@ -12,7 +12,7 @@ import msgspec
 
 from policy.errors import TidegateError
 from store.state_dir import StateDir, default_root
-from tidegate.exit_codes import MEANINGS, Exit, exit_of
+from tidegate.exit_codes import MEANINGS, ExitCode, exit_of
 
 # The module and the summary of each command. A module is imported when its command runs, so that `--help`
 # and `up` do not import httpx and rich.
@@ -117,17 +117,17 @@ def main() -> None:
     except click.exceptions.Exit as exit_:
         sys.exit(exit_.exit_code)
     except click.exceptions.Abort:
-        sys.exit(Exit.INTERRUPTED)
+        sys.exit(ExitCode.INTERRUPTED)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader has exited, as in `tidegate logs | head`.
         sys.stderr.close()
-        sys.exit(Exit.OK)
+        sys.exit(ExitCode.OK)
     except msgspec.MsgspecError as error:
         click.echo(f"tidegate: a response or state file of another Tidegate version: {error}", err=True)
-        sys.exit(Exit.FAILED)
+        sys.exit(ExitCode.FAILED)
     except (TidegateError, OSError) as error:
         click.echo(f"tidegate: {error}", err=True)
         sys.exit(exit_of(error))

@@ -25,14 +25,14 @@ _HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}
 
 
 @dataclass(frozen=True)
-class Document:
+class DeploymentDocument:
     """A deployment file with absolute paths; ``raw`` is what is stored and sent to the controller."""
 
     raw: dict[str, Any]
     deployment: Deployment
 
 
-def load(path: Path, *, ray: bool = True) -> Document:
+def load(path: Path, *, ray: bool = True) -> DeploymentDocument:
     """Read and check the YAML (or JSON) file at ``path``.
 
     Relative paths are relative to the file's folder, and a calibrated performance model is embedded, so that
@@ -54,7 +54,7 @@ def load(path: Path, *, ray: bool = True) -> Document:
             raw["gateway"] = {**raw.get("gateway", {}), key: host}
     if os.environ.get(_ALLOW) == "1":
         raw["gateway"] = {**raw.get("gateway", {}), "allow_unauthenticated": True}
-    return Document(raw=raw, deployment=parse(raw))
+    return DeploymentDocument(raw=raw, deployment=parse(raw))
 
 
 def _check_time_zones(deployment: Deployment) -> None:

@@ -18,7 +18,7 @@ from policy.errors import (
 )
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
@@ -32,28 +32,28 @@ class Exit(IntEnum):
 
 
 MEANINGS = {
-    Exit.OK: "ok",
-    Exit.FAILED: "failed",
-    Exit.USAGE: "usage error",
-    Exit.INVALID: "invalid deployment file, workload or trace",
-    Exit.NOT_RUNNING: "nothing is running, or it does not answer",
-    Exit.REFUSED: "refused: replica count, mode switch, adapter, key, or a change that needs down and up",
-    Exit.PRECONDITION: "precondition not met: port, memory, another Ray cluster, or external servers",
-    Exit.INACCURATE: "calibration written, but its error is high",
-    Exit.ROLLED_BACK: "applied and rolled back: the new revision did not start (apply --wait)",
-    Exit.INTERRUPTED: "interrupted",
+    ExitCode.OK: "ok",
+    ExitCode.FAILED: "failed",
+    ExitCode.USAGE: "usage error",
+    ExitCode.INVALID: "invalid deployment file, workload or trace",
+    ExitCode.NOT_RUNNING: "nothing is running, or it does not answer",
+    ExitCode.REFUSED: "refused: replica count, mode switch, adapter, key, or a change that needs down and up",
+    ExitCode.PRECONDITION: "precondition not met: port, memory, another Ray cluster, or external servers",
+    ExitCode.INACCURATE: "calibration written, but its error is high",
+    ExitCode.ROLLED_BACK: "applied and rolled back: the new revision did not start (apply --wait)",
+    ExitCode.INTERRUPTED: "interrupted",
 }
 
-_BY_ERROR: dict[Exit, tuple[type[Exception], ...]] = {
-    Exit.INVALID: (ConfigError, TraceError),
-    Exit.NOT_RUNNING: (Unreachable,),
-    Exit.REFUSED: (
+_BY_ERROR: dict[ExitCode, tuple[type[Exception], ...]] = {
+    ExitCode.INVALID: (ConfigError, TraceError),
+    ExitCode.NOT_RUNNING: (Unreachable,),
+    ExitCode.REFUSED: (
         *(TargetError, SwitchRefused, AdapterRefused, AdapterUnknown),
         *(AccessRefused, AccessUnknown),
     ),
-    Exit.PRECONDITION: (PreconditionFailed,),
+    ExitCode.PRECONDITION: (PreconditionFailed,),
 }
 
 
-def exit_of(error: BaseException) -> Exit:
-    return next((code for code, types in _BY_ERROR.items() if isinstance(error, types)), Exit.FAILED)
+def exit_of(error: BaseException) -> ExitCode:
+    return next((code for code, types in _BY_ERROR.items() if isinstance(error, types)), ExitCode.FAILED)

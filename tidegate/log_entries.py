@@ -27,7 +27,7 @@ _CRASH = re.compile(r"Traceback \(most recent call last\):|Fatal Python error")
 _SHOWN_ELSEWHERE = frozenset({"at", "level", "event", "worker", "traceback"})
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One line of output: its instant in Unix seconds, one of :data:`LEVELS`, its process, its text."""
 
     at: float
@@ -48,7 +48,7 @@ class _Line(NamedTuple):
     texts: tuple[str, ...]
 
 
-def entries(process: str, lines: Iterable[str], now: float) -> list[Entry]:
+def entries(process: str, lines: Iterable[str], now: float) -> list[LogEntry]:
     """The entries of consecutive lines. ``now`` is the instant of lines that no line with an instant follows.
 
     A line without an instant or level has that of the line before, as in a traceback.
@@ -60,7 +60,7 @@ def entries(process: str, lines: Iterable[str], now: float) -> list[Entry]:
     for line in parsed:
         at = line.at or at
         level = line.level or level
-        found += [Entry(at, level, process, text) for text in line.texts]
+        found += [LogEntry(at, level, process, text) for text in line.texts]
     return found
 
 

@@ -6,17 +6,17 @@ import os
 from pathlib import Path
 
 from store.log_file import KEPT
-from tidegate.log_entries import LEVELS, Entry, entries
+from tidegate.log_entries import LEVELS, LogEntry, entries
 
 _BLOCK_BYTES = 1024 * 1024
 
 
-def tail(path: Path, lines: int | None, *, since: float = 0.0, level: str = LEVELS[0]) -> list[Entry]:
+def tail(path: Path, lines: int | None, *, since: float = 0.0, level: str = LEVELS[0]) -> list[LogEntry]:
     """The last ``lines`` entries of a log and its rotated files (``None``: all), oldest first.
 
     Only those from the instant ``since`` on, and of ``level`` or above.
     """
-    found: list[Entry] = []
+    found: list[LogEntry] = []
     for file in (path, *(path.with_name(f"{path.name}.{i}") for i in range(1, KEPT + 1))):
         size = _BLOCK_BYTES
         while (read := _read_end(file, size)) is not None:
@@ -34,7 +34,7 @@ def tail(path: Path, lines: int | None, *, since: float = 0.0, level: str = LEVE
     return found if lines is None else found[max(0, len(found) - lines) :]
 
 
-def is_at_least(entry: Entry, level: str) -> bool:
+def is_at_least(entry: LogEntry, level: str) -> bool:
     return LEVELS.index(entry.level) >= LEVELS.index(level)
 
 
@@ -56,7 +56,7 @@ def _read_end(path: Path, max_bytes: int) -> tuple[list[str], float, bool] | Non
         return None
 
 
-class Follower:
+class LogFollower:
     """Lines added to ``path`` from now on, or from its start if ``whole``, across rotations."""
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:

@@ -20,7 +20,7 @@ from store.tenancy.tenants import every_tenant
 FOLLOWED_S = 1.0
 
 
-class AccessSnapshotFile:
+class AccessSnapshotWriter:
     """Written at the start, and when the revision of tenants and keys has changed; safe for all threads.
 
     ``in_force`` says whether all workers of this host have read the file of a revision.

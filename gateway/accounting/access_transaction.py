@@ -10,11 +10,11 @@ from typing import Any
 from sqlalchemy import Connection
 
 from gateway.accounting.database_access import DatabaseAccess
-from gateway.accounting.deployment_file_snapshot import Declared, DeclaredAccess
+from gateway.accounting.deployment_file_snapshot import DeploymentFileReader, DeploymentFileSnapshot
 from policy.config.convert import require
-from policy.config.tenancy import Access
+from policy.config.tenancy import AccessPolicy
 from policy.duration import DURATION, parse_duration
-from policy.wire.accounting_api import Actor, AuditEntry
+from policy.wire.accounting_api import AuditActor, AuditEntry
 from store.database import increment
 from store.tenancy import audit
 from store.tenancy.tables import REVISION
@@ -28,7 +28,7 @@ _LAST = 1e11
 class AccessTransaction:
     """One change by ``actor`` at the instant ``now`` (Unix seconds), on an open transaction."""
 
-    def __init__(self, connection: Connection, now: float, actor: Actor) -> None:
+    def __init__(self, connection: Connection, now: float, actor: AuditActor) -> None:
         self.connection = connection
         self.now = now
         self._actor = actor
@@ -44,14 +44,16 @@ class AccessDatabase:
     ``on_change`` is called after each change; ``now`` gives Unix seconds.
     """
 
-    def __init__(self, database: DatabaseAccess, declared: DeclaredAccess, now: Callable[[], float]) -> None:
+    def __init__(
+        self, database: DatabaseAccess, declared: DeploymentFileReader, now: Callable[[], float]
+    ) -> None:
         self._database = database
         self._declared = declared
         self.on_change: Callable[[], object] = lambda: None
         self.now = now
 
     @property
-    def declared(self) -> Declared:
+    def declared(self) -> DeploymentFileSnapshot:
         return self._declared.get()
 
     @contextmanager
@@ -65,7 +67,7 @@ class AccessDatabase:
             audit.add(connection, entries)
 
     @contextmanager
-    def changing(self, actor: Actor) -> Iterator[AccessTransaction]:
+    def changing(self, actor: AuditActor) -> Iterator[AccessTransaction]:
         """A transaction that is in force on this host when it ends, and on the others soon after."""
         with self._database.get().writing() as connection:
             yield AccessTransaction(connection, self.now(), actor)
@@ -76,9 +78,9 @@ class AccessDatabase:
             log.warning("access_file: %s", error)
 
 
-def access_of(given: Access) -> Access:
+def access_of(given: AccessPolicy) -> AccessPolicy:
     """The limits and permissions alone of a structure that has more."""
-    return Access(**{name: getattr(given, name) for name in Access.__struct_fields__})
+    return AccessPolicy(**{name: getattr(given, name) for name in AccessPolicy.__struct_fields__})
 
 
 def expiry(expires: float | None, duration: str | None, now: float) -> float | None:

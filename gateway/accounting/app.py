@@ -28,7 +28,7 @@ from policy.wire.accounting_api import (
     READY,
     TENANTS,
     USAGE,
-    Actor,
+    AuditActor,
     AuditQuery,
     CreateAdminKey,
     CreateKey,
@@ -118,7 +118,7 @@ def route(method: str, path: str, work: Callable[[Request, bytes], object]) -> R
     return Route(path, endpoint, methods=[method])
 
 
-def actor_of(request: Request) -> Actor:
+def actor_of(request: Request) -> AuditActor:
     """Who makes the change: who the caller says, which may open the socket, or else its user."""
     return actor_in(request.headers, local_user())
 

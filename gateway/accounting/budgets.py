@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 
 from gateway.accounting.access_transaction import AccessDatabase
-from gateway.accounting.deployment_file_snapshot import Declared
+from gateway.accounting.deployment_file_snapshot import DeploymentFileSnapshot
 from gateway.intake.shared_limits import SharedLimits
-from policy.config.tenancy import Access
+from policy.config.tenancy import AccessPolicy
 from policy.errors import ConfigError
 from policy.hashing import hash_name
-from policy.tenancy.budget_period import Period, period_of
+from policy.tenancy.budget_period import BudgetPeriod, period_of
 from store.database import Database, counter
 from store.tenancy import spending
 from store.tenancy.keys import every_key
-from store.tenancy.spending import Budget
+from store.tenancy.spending import SpendBudget
 from store.tenancy.tables import REVISION
 from store.tenancy.tenants import every_tenant
 
@@ -33,10 +33,10 @@ class Budgets:
     def __init__(self, access: AccessDatabase) -> None:
         self._access = access
         self._revision = -1
-        self._declared: Declared | None = None
+        self._declared: DeploymentFileSnapshot | None = None
         self._tenants: dict[str, str] = {}
         self._keys: dict[str, str] = {}
-        self._periods: dict[str, Period] = {}
+        self._periods: dict[str, BudgetPeriod] = {}
 
     def update(self) -> None:
         """Read them again if any may have changed; raises :class:`policy.errors.TidegateError`.
@@ -59,26 +59,26 @@ class Budgets:
         self._keys = _durations({key.id: key.access for key in keys})
         self._revision, self._declared = revision, declared
 
-    def of(self, tenant: str, key: str, at: float) -> list[Budget]:
+    def of(self, tenant: str, key: str, at: float) -> list[SpendBudget]:
         """The budgets that pay for a request of the instant ``at``, where its period is the present one."""
         found = []
         for name, is_key, durations in ((tenant, False, self._tenants), (key, True, self._keys)):
             if (duration := durations.get(name)) is not None:
                 begin = self._period(duration).begin
                 if begin <= at:
-                    found.append(Budget(name, is_key, duration, int(begin)))
+                    found.append(SpendBudget(name, is_key, duration, int(begin)))
         return found
 
-    def every(self) -> dict[Budget, float]:
+    def every(self) -> dict[SpendBudget, float]:
         """All budgets in their present periods, with the ends of these."""
         found = {}
         for is_key, durations in ((False, self._tenants), (True, self._keys)):
             for name, duration in durations.items():
                 period = self._period(duration)
-                found[Budget(name, is_key, duration, int(period.begin))] = period.end
+                found[SpendBudget(name, is_key, duration, int(period.begin))] = period.end
         return found
 
-    def _period(self, duration: str) -> Period:
+    def _period(self, duration: str) -> BudgetPeriod:
         now = self._access.now()
         period = self._periods.get(duration)
         if period is None or not period.begin <= now < period.end:
@@ -98,7 +98,7 @@ class SpentBudgets:
         self._database = database
         self._looked_at = 0.0
         # What the host's workers had spent, and when the period ends.
-        self._looked: dict[Budget, tuple[int, float]] = {}
+        self._looked: dict[SpendBudget, tuple[int, float]] = {}
 
     def look(self) -> None:
         """Note what this host's workers have spent: at least that is in the ledger when it is written."""
@@ -131,7 +131,7 @@ class SpentBudgets:
             self._limits.publish_spent(hash_name(budget.owner), spent[budget], by_host, end)
 
 
-def _durations(owners: Mapping[str, Access]) -> dict[str, str]:
+def _durations(owners: Mapping[str, AccessPolicy]) -> dict[str, str]:
     return {
         name: access.budget_duration or "" for name, access in owners.items() if access.max_budget is not None
     }

@@ -70,16 +70,16 @@ class AccountingClient:
 
     async def _on_database(self, method: str, path: str, content: bytes) -> httpx.Response:
         # The database takes long to import.
-        from gateway.accounting.access_snapshot_writer import AccessSnapshotFile  # noqa: PLC0415
+        from gateway.accounting.access_snapshot_writer import AccessSnapshotWriter  # noqa: PLC0415
         from gateway.accounting.access_transaction import AccessDatabase  # noqa: PLC0415
         from gateway.accounting.app import build_app  # noqa: PLC0415
         from gateway.accounting.database_access import DatabaseAccess  # noqa: PLC0415
-        from gateway.accounting.deployment_file_snapshot import DeclaredAccess  # noqa: PLC0415
+        from gateway.accounting.deployment_file_snapshot import DeploymentFileReader  # noqa: PLC0415
 
-        declared = DeclaredAccess(self._state.ensure())
+        declared = DeploymentFileReader(self._state.ensure())
         database = DatabaseAccess(lambda: declared.get().database)
         access = AccessDatabase(database, declared, time.time)
-        access.on_change = AccessSnapshotFile(access, self._state).update
+        access.on_change = AccessSnapshotWriter(access, self._state).update
         transport = httpx.ASGITransport(build_app(access))
         try:
             async with httpx.AsyncClient(transport=transport, base_url=_URL) as client:

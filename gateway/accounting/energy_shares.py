@@ -20,7 +20,7 @@ from policy.wire.headers import SECRET_HEADER
 from policy.wire.metric_definitions import Samples
 from store.database import Database
 from store.tenancy import ledger
-from store.tenancy.ledger import Counts, LedgerKey
+from store.tenancy.ledger import LedgerKey, UsageTotals
 
 EVERY_S = 30.0
 TIMEOUT_S = 5.0
@@ -40,7 +40,7 @@ class EnergyShares:
         self._tokens: Counter[LedgerKey] = Counter()
         self._totals: Totals | None = None
 
-    def added(self, sums: Mapping[LedgerKey, Counts]) -> None:
+    def added(self, sums: Mapping[LedgerKey, UsageTotals]) -> None:
         """Usage was added to the ledger: count the tokens that were computed."""
         for key, counts in sums.items():
             self._tokens[key] += counts.prompt_tokens - counts.cached_tokens + counts.output_tokens
@@ -82,12 +82,12 @@ class EnergyShares:
                 last = 0.0, 0.0  # a new controller counts from 0
             if tokens > last[1]:
                 a_token[key] = (joules - last[0]) / (tokens - last[1])
-        shares: dict[LedgerKey, Counts] = {}
+        shares: dict[LedgerKey, UsageTotals] = {}
         for row in tuple(self._tokens):
             model, adapter = row.model, row.adapter or BASE
             joules = a_token.get((model, adapter), a_token.get((model, OTHERS), 0.0))
             if joules:
-                shares[row] = counts = Counts()
+                shares[row] = counts = UsageTotals()
                 counts.joules = joules * self._tokens.pop(row)
         if shares:
             with self._database().writing() as connection:

@@ -9,10 +9,17 @@ from msgspec import structs
 
 from gateway.accounting.access_transaction import AccessDatabase, access_of, check_text, expiry
 from policy.config.convert import require
-from policy.config.tenancy import Access, Tenant
+from policy.config.tenancy import AccessPolicy, Tenant
 from policy.config.tenancy_checks import check_access, check_name
 from policy.errors import AccessRefused, AccessUnknown
-from policy.wire.accounting_api import Actor, AdminKeyView, CreateAdminKey, Created, CreateKey, KeyView
+from policy.wire.accounting_api import (
+    AdminKeyView,
+    AuditActor,
+    CreateAdminKey,
+    CreatedKey,
+    CreateKey,
+    KeyView,
+)
 from store.key_derivation import ADMIN_PREFIX, digest_of, new_key
 from store.tenancy.keys import (
     AdminKeyRecord,
@@ -70,7 +77,7 @@ class KeyChanges:
         lives = record.tenant in declared or (owner is not None and not owner.blocked)
         return _view(record, (record.tenant,) if lives else (), self._database.now())
 
-    def create(self, wanted: CreateKey, actor: Actor) -> Created[KeyView]:
+    def create(self, wanted: CreateKey, actor: AuditActor) -> CreatedKey[KeyView]:
         """Make a key; the answer is the only one that has it."""
         check_text("alias", wanted.alias)
         check_access("", wanted, self._database.declared.models)
@@ -89,9 +96,9 @@ class KeyChanges:
             change.record("key.create", record.id, after=_audited(record))
             blocked = owner is not None and owner.blocked and wanted.tenant not in known
             view = _view(record, () if blocked else (wanted.tenant,), change.now)
-        return Created(key=key, view=view)
+        return CreatedKey(key=key, view=view)
 
-    def rotate(self, key_id: str, grace_s: float, actor: Actor) -> Created[KeyView]:
+    def rotate(self, key_id: str, grace_s: float, actor: AuditActor) -> CreatedKey[KeyView]:
         """Replace a key by a new one with the same settings; the old one ends after ``grace_s``."""
         require(0 <= grace_s <= _MAX_GRACE_S, "grace_s", grace_s, f"0 to {_MAX_GRACE_S:g} seconds")
         with self._database.changing(actor) as change:
@@ -108,9 +115,9 @@ class KeyChanges:
             after = {"id": new.id, "old_key_ends": old.revoked or old.expires}
             change.record("key.rotate", key_id, before=_audited(old), after=after)
             view = _view(new, (new.tenant,), change.now)
-        return Created(key=key, view=view)
+        return CreatedKey(key=key, view=view)
 
-    def revoke(self, key_id: str, actor: Actor) -> KeyView:
+    def revoke(self, key_id: str, actor: AuditActor) -> KeyView:
         """Refuse a key from now on."""
         with self._database.changing(actor) as change:
             record = self._valid(change.connection, key_id, change.now)
@@ -147,7 +154,7 @@ class AdminKeyChanges:
             records = every_admin_key(connection, valid_at=None if ended else now)
         return [_admin_view(record, now) for record in records]
 
-    def create(self, wanted: CreateAdminKey, actor: Actor) -> Created[AdminKeyView]:
+    def create(self, wanted: CreateAdminKey, actor: AuditActor) -> CreatedKey[AdminKeyView]:
         """Make an admin key; the answer is the only one that has it."""
         check_name("name", wanted.name)
         with self._database.changing(actor) as change:
@@ -164,9 +171,9 @@ class AdminKeyChanges:
             insert_admin_key(change.connection, record)
             view = _admin_view(record, change.now)
             change.record("admin_key.create", wanted.name, after=view)
-        return Created(key=key, view=view)
+        return CreatedKey(key=key, view=view)
 
-    def revoke(self, name: str, actor: Actor) -> AdminKeyView:
+    def revoke(self, name: str, actor: AuditActor) -> AdminKeyView:
         """Refuse an admin key, by its name or id, from now on."""
         with self._database.changing(actor) as change:
             record = find_admin_key(change.connection, name)
@@ -209,7 +216,7 @@ def _declared(tenants: Iterable[Tenant]) -> list[KeyView]:
 
 def _audited(record: KeyRecord) -> dict[str, Any]:
     """A key for the audit trail: neither itself nor its digest."""
-    none = structs.asdict(Access())
+    none = structs.asdict(AccessPolicy())
     changed = {name: value for name, value in structs.asdict(record.access).items() if value != none[name]}
     return {"tenant": record.tenant, "alias": record.alias, "expires": record.expires, **changed}
 

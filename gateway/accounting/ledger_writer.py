@@ -22,8 +22,8 @@ from policy.wire.usage_query import LedgerStatus
 from store.database import Database
 from store.state_dir import own_directory
 from store.tenancy import ledger, spending
-from store.tenancy.ledger import Counts, LedgerKey
-from store.tenancy.spending import Budget
+from store.tenancy.ledger import LedgerKey, UsageTotals
+from store.tenancy.spending import SpendBudget
 from store.usage_segments import SEGMENT_SUFFIX, SegmentReader
 
 log = logging.getLogger("tidegate.accounting")
@@ -37,7 +37,7 @@ STALE_S = 60.0
 _LOCK = ".lock"
 
 Final = tuple[int, UsageRecord]
-Spent = Counter[Budget]
+Spent = Counter[SpendBudget]
 
 
 class LedgerWriter:
@@ -52,8 +52,8 @@ class LedgerWriter:
         database: Callable[[], Database],
         directory: Path,
         host: str,
-        budgets: Callable[[str, str, float], Iterable[Budget]] = lambda tenant, key, at: (),
-        added: Callable[[Mapping[LedgerKey, Counts]], None] = lambda sums: None,
+        budgets: Callable[[str, str, float], Iterable[SpendBudget]] = lambda tenant, key, at: (),
+        added: Callable[[Mapping[LedgerKey, UsageTotals]], None] = lambda sums: None,
         *,
         batch_slots: int = BATCH_SLOTS,
         max_open: int = MAX_OPEN,
@@ -153,7 +153,7 @@ class LedgerWriter:
             return False
         marked: list[tuple[SegmentReader, bytearray]] = []
         with self._database().writing() as connection:
-            sums: defaultdict[LedgerKey, Counts] = defaultdict(Counts)
+            sums: defaultdict[LedgerKey, UsageTotals] = defaultdict(UsageTotals)
             spent: Spent = Counter()
             for reader, found in batch:
                 bitmap = reader.empty_bitmap()
@@ -174,7 +174,7 @@ class LedgerWriter:
         return left == 0
 
     def _count(
-        self, sums: dict[LedgerKey, Counts], spent: Spent, reader: SegmentReader, record: UsageRecord
+        self, sums: dict[LedgerKey, UsageTotals], spent: Spent, reader: SegmentReader, record: UsageRecord
     ) -> None:
         dims = reader.dims(record.dims)
         if dims is None:

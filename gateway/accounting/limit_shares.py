@@ -13,11 +13,11 @@ from sqlalchemy import Connection
 
 from gateway.intake.shared_limits import SharedLimits
 from policy.errors import TidegateError
-from policy.tenancy.lease_shares import LEAST_DEMAND, Holder, decayed, next_share
+from policy.tenancy.lease_shares import LEAST_DEMAND, LimitLeaseHolder, decayed, next_share
 from policy.tenancy.token_bucket import PERIOD_S
 from store.database import Database
 from store.tenancy import limit_leases
-from store.tenancy.limit_leases import Lease
+from store.tenancy.limit_leases import LimitLease
 
 LOOK_EVERY_S = 0.25
 RENEW_EVERY_S = 1.0
@@ -26,7 +26,7 @@ LEASE_S = 3.0
 LIVES_S = 5.0
 
 
-class LeaseKeeper:
+class LimitLeaseKeeper:
     """The leases of ``host``; ``limits`` is the accounting process's row, ``clock`` the monotonic clock.
 
     ``shares`` are those that were held at the last renewal, by the key of the tenant or key.
@@ -106,7 +106,7 @@ class LeaseKeeper:
         held = limit_leases.read(connection, [limit_id(key) for key in in_use], at - PERIOD_S)
         shares: dict[int, float] = {}
         full: set[int] = set()
-        written: dict[str, Lease] = {}
+        written: dict[str, LimitLease] = {}
         for key in in_use:
             known = held[limit_id(key)]
             others = [lease for lease in known if lease.host != self._host]
@@ -114,19 +114,19 @@ class LeaseKeeper:
             share = mine
             if not self._is_joining(now):
                 share = next_share(
-                    Holder(mine, self._demands[key]),
-                    [Holder(lease.share, lease.demand) for lease in others if lease.expires > at],
+                    LimitLeaseHolder(mine, self._demands[key]),
+                    [LimitLeaseHolder(lease.share, lease.demand) for lease in others if lease.expires > at],
                 )
                 if not mine and share and not others:
                     full.add(key)
             if share < mine or owned:
                 self._limits.publish_lease(key, share, until, full=False)
             shares[key] = share
-            written[limit_id(key)] = Lease(self._host, share, self._demands[key], at + LEASE_S)
+            written[limit_id(key)] = LimitLease(self._host, share, self._demands[key], at + LEASE_S)
         limit_leases.hold(connection, written)
         return shares, full
 
-    def _share(self, known: list[Lease], at: float) -> float:
+    def _share(self, known: list[LimitLease], at: float) -> float:
         """What this host holds by the database, which a former process of it may have taken."""
         return sum(lease.share for lease in known if lease.host == self._host and lease.expires > at)
 

@@ -19,18 +19,18 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from gateway.accounting.access_snapshot_writer import AccessSnapshotFile
+from gateway.accounting.access_snapshot_writer import AccessSnapshotWriter
 from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app, route
 from gateway.accounting.budgets import Budgets, SpentBudgets
 from gateway.accounting.database_access import DatabaseAccess
-from gateway.accounting.deployment_file_snapshot import DeclaredAccess
+from gateway.accounting.deployment_file_snapshot import DeploymentFileReader
 from gateway.accounting.energy_shares import EVERY_S as ENERGY_EVERY_S
 from gateway.accounting.energy_shares import EnergyShares
 from gateway.accounting.ledger_reports import LedgerMetrics
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.accounting.limit_shares import LOOK_EVERY_S as LEASES_EVERY_S
-from gateway.accounting.limit_shares import LeaseKeeper
+from gateway.accounting.limit_shares import LimitLeaseKeeper
 from gateway.accounting.periodic_runner import PeriodicTasks
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from policy.errors import TidegateError
@@ -52,11 +52,11 @@ LOOK_EVERY_S = 0.3
 async def account(state: StateDir) -> None:
     """Serve until SIGTERM or SIGINT."""
 
-    declared = DeclaredAccess(state)
+    declared = DeploymentFileReader(state)
     database = DatabaseAccess(lambda: declared.get().database)
     access = AccessDatabase(database, declared, time.time)
     limits = SharedLimits(state.limits_path, ACCOUNTING)
-    snapshot = AccessSnapshotFile(access, state, limits.access_in_force)
+    snapshot = AccessSnapshotWriter(access, state, limits.access_in_force)
     access.on_change = snapshot.put_in_force
     energy = EnergyShares(lambda: declared.get().controller, state.secret(), database.get)
     budgets = Budgets(access)
@@ -64,7 +64,7 @@ async def account(state: StateDir) -> None:
         database.get, state.usage_path, state.host_id(), budgets=budgets.of, added=energy.added
     )
     spent = SpentBudgets(budgets, limits, database.get)
-    keeper = LeaseKeeper(database.get, limits, state.host_id())
+    keeper = LimitLeaseKeeper(database.get, limits, state.host_id())
 
     def write_ledger() -> None:
         budgets.update()

@@ -12,7 +12,7 @@ from policy.config.convert import convert, require
 from policy.config.tenancy import Tenant
 from policy.config.tenancy_checks import check_access, check_name
 from policy.errors import AccessRefused, AccessUnknown
-from policy.wire.accounting_api import Actor, CreateTenant, TenantView
+from policy.wire.accounting_api import AuditActor, CreateTenant, TenantView
 from store.tenancy.keys import end_key, every_key, valid_by_tenant
 from store.tenancy.tenants import (
     TenantRecord,
@@ -50,7 +50,7 @@ class TenantChanges:
                 return view
         raise _unknown(name)
 
-    def create(self, wanted: CreateTenant, actor: Actor) -> TenantView:
+    def create(self, wanted: CreateTenant, actor: AuditActor) -> TenantView:
         """Make a tenant, without keys."""
         check_name("name", wanted.name)
         require(not wanted.keys_sha256, "keys_sha256", "***", "nothing: keys of the database are made apart")
@@ -69,7 +69,7 @@ class TenantChanges:
             change.record("tenant.create", wanted.name, after=_settings(record))
         return view
 
-    def update(self, name: str, patch: Mapping[str, Any], actor: Actor) -> TenantView:
+    def update(self, name: str, patch: Mapping[str, Any], actor: AuditActor) -> TenantView:
         """Set the members of ``patch`` (``null`` removes a limit); the others stay."""
         for key in ("name", "keys_sha256"):
             require(key not in patch, key, "***" if key == "keys_sha256" else patch.get(key), "nothing")
@@ -86,7 +86,7 @@ class TenantChanges:
             change.record("tenant.update", name, before=_settings(before), after=_settings(record))
         return _view(record, keys)
 
-    def delete(self, name: str, actor: Actor) -> TenantView:
+    def delete(self, name: str, actor: AuditActor) -> TenantView:
         """Delete a tenant and revoke its keys; returns what it was."""
         with self._database.changing(actor) as change:
             record = self._of_database(change, name)

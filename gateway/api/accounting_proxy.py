@@ -15,7 +15,7 @@ from gateway.api.controller_proxy import CONNECT_S, SILENT_S, refusal_of
 from gateway.http.internal_client import NO_CERTIFICATES
 from gateway.protocol.errors import Refused
 from policy.errors import Refusal
-from policy.wire.accounting_api import Actor, actor_headers
+from policy.wire.accounting_api import AuditActor, actor_headers
 
 
 class AccountingProxy:
@@ -28,7 +28,7 @@ class AccountingProxy:
             timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
         )
 
-    async def ask(self, method: str, path: str, body: bytes = b"", *, actor: Actor) -> bytes:
+    async def ask(self, method: str, path: str, body: bytes = b"", *, actor: AuditActor) -> bytes:
         """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
         try:
             answer = await self._http.request(method, path, content=body, headers=actor_headers(actor))

@@ -20,17 +20,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import external_metrics, health, models_endpoint, static_page, swagger_ui
 from gateway.api.admin import dashboard, fleet_and_adapters, playground, tenancy, usage
-from gateway.api.admin.authorization import AdminAccess
+from gateway.api.admin.authorization import AdminAuthorization
 from gateway.api.cors import Cors
 from gateway.api.dependencies import TENANT, Services
 from gateway.api.openapi_schema import add_errors, add_hot_routes
 from gateway.http.asgi_exchange import id_headers, request_ids
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, is_anthropic
-from gateway.protocol.paths import Route as HotRoute
+from gateway.protocol.paths import ProxyRoute as HotRoute
 from policy.config.deployment import GatewayConfig
 from policy.errors import Refusal
-from policy.wire.accounting_api import Actor
+from policy.wire.accounting_api import AuditActor
 
 CLIENT_ROUTERS = (models_endpoint.router, health.router, swagger_ui.router)
 ADMIN_ROUTERS = (
@@ -186,10 +186,10 @@ def admin_app(
         description="The admin port: health, metrics and operations.",
     )
 
-    def actor(key: bytes) -> Actor | None:
+    def actor(key: bytes) -> AuditActor | None:
         return services.admin_keys.actor(key)
 
-    app.add_middleware(AdminAccess, token=token, actor=actor, gateway=gateway)
+    app.add_middleware(AdminAuthorization, token=token, actor=actor, gateway=gateway)
     return app
 
 

@@ -16,7 +16,7 @@ from gateway.http.internal_client import internal_client
 from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
-from policy.wire.accounting_api import Actor, actor_headers
+from policy.wire.accounting_api import AuditActor, actor_headers
 from policy.wire.controller import STATUS, Controllers, answer_of
 
 # An add reports its progress once a second.
@@ -34,7 +34,9 @@ class ControllerProxy:
         self._controllers = Controllers(deployment().cluster.controller)
         self._http = internal_client(secret, timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S))
 
-    async def ask(self, method: str, path: str, body: bytes = b"", *, actor: Actor | None = None) -> bytes:
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", *, actor: AuditActor | None = None
+    ) -> bytes:
         """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
         headers = actor_headers(actor) if actor is not None else None
         why = ""
@@ -57,7 +59,9 @@ class ControllerProxy:
             return answer.content
         raise self._unreachable(why)
 
-    async def lines(self, path: str, body: bytes, end: str, *, actor: Actor) -> AsyncIterator[dict[str, Any]]:
+    async def lines(
+        self, path: str, body: bytes, end: str, *, actor: AuditActor
+    ) -> AsyncIterator[dict[str, Any]]:
         """The lines of an answer that reports progress; the last one has the member ``end``.
 
         Raises :class:`gateway.protocol.errors.Refused` for an error line, and when the controller goes away.

@@ -14,23 +14,24 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.accounting_proxy import AccountingProxy
 from gateway.api.controller_proxy import ControllerProxy
-from gateway.api.models_response import ModelList
+from gateway.api.models_response import ModelsResponse
 from gateway.intake.admin_keys import AdminKeys
-from gateway.intake.authentication import Tenants
+from gateway.intake.authentication import TenantDirectory
 from gateway.intake.principal import Principal
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
 from gateway.routing.model_routers import ModelRouters
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.scrape import Scraper
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.errors import Refusal
-from policy.wire.accounting_api import Actor
+from policy.wire.accounting_api import AuditActor
 
 # Where a request's scope has the name of its tenant, for the access log, and who uses the admin port.
 TENANT, ACTOR = "tidegate.tenant", "tidegate.actor"
 
-# They put the two kinds of keys into the schema; the key itself is checked in one place, by `Tenants`.
+# They put the two kinds of keys into the schema; the key itself is checked in one place, by
+# `TenantDirectory`.
 _BEARER = Depends(HTTPBearer(scheme_name="bearer", auto_error=False))
 _KEY = Depends(APIKeyHeader(name="x-api-key", scheme_name="key", auto_error=False))
 
@@ -38,8 +39,8 @@ _KEY = Depends(APIKeyHeader(name="x-api-key", scheme_name="key", auto_error=Fals
 @dataclass(frozen=True, kw_only=True)
 class Services:
     fleet: FleetView
-    models: ModelList
-    tenants: Tenants
+    models: ModelsResponse
+    tenants: TenantDirectory
     scraper: Scraper
     routers: ModelRouters
     not_ready: Callable[[], list[str]]
@@ -49,7 +50,7 @@ class Services:
     capture: Callable[[], AsyncIterator[bytes]]
     chat: Callable[[Scope, Receive, Send], Awaitable[None]]
     limits: Callable[[], Awaitable[list[dict[str, Any]]]]
-    log: Log
+    log: StructuredLog
     access: AccessLog
 
 
@@ -86,13 +87,13 @@ async def admin_caller(principal: Caller) -> Principal:
 AdminCaller = Annotated[Principal, Depends(admin_caller)]
 
 
-async def actor_of(request: Request) -> Actor:
+async def actor_of(request: Request) -> AuditActor:
     """Who uses the admin port, in a role that :mod:`gateway.api.admin.authorization` has checked."""
-    actor: Actor = request.scope[ACTOR]
+    actor: AuditActor = request.scope[ACTOR]
     return actor
 
 
-CurrentActor = Annotated[Actor, Depends(actor_of)]
+CurrentActor = Annotated[AuditActor, Depends(actor_of)]
 
 
 class JsonResponse(Response):

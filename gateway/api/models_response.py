@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.intake.adapter_catalog import CatalogView, Entry, View
+from gateway.intake.adapter_catalog import AliasEntry, CatalogView, View
 from gateway.intake.principal import Principal
 from gateway.routing.fleet import FleetView, ServedModel
 
@@ -17,10 +17,10 @@ KEPT = 16
 # Cards that are encoded in one turn of the event loop.
 CARDS_A_TURN: Final = 1024
 
-MakeCard = Callable[[str, Entry, ServedModel, str], dict[str, Any]]
+MakeCard = Callable[[str, AliasEntry, ServedModel, str], dict[str, Any]]
 
 
-class ModelList:
+class ModelsResponse:
     """The bodies of ``/v1/models``; the adapters' part is joined once per catalog and set of tenants.
 
     An adapter's card is made once per name that it has for a client, by ``card``: catalogs change often, and
@@ -102,7 +102,7 @@ def _served_cards(served: ServedModel, principal: Principal) -> list[dict[str, A
     return [_card(served.name, served, None), *(_card(name, served, served.name) for name in listed)]
 
 
-def adapter_card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:
+def adapter_card(name: str, entry: AliasEntry, base: ServedModel, digest: str) -> dict[str, Any]:
     """The card of an adapter that a client calls ``name``, at the version with this ``digest``."""
     return {**_card(name, base, base.name), "created": int(entry.alias.at), "root": digest}
 

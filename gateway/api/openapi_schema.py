@@ -7,7 +7,7 @@ from typing import Any
 from gateway.intake.limit_headers import REQUESTS_HEADERS, TOKENS_HEADERS
 from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import TABLE
-from gateway.protocol.paths import ROUTES, Api, Route
+from gateway.protocol.paths import ROUTES, ApiDialect, ProxyRoute
 from policy.wire.headers import DROPPED_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 _JSON = "application/json"
@@ -106,7 +106,7 @@ def add_hot_routes(schema: dict[str, Any]) -> None:
     schema["paths"].update({path: {"post": _operation(route)} for path, route in ROUTES.items()})
 
 
-def _operation(route: Route) -> dict[str, Any]:
+def _operation(route: ProxyRoute) -> dict[str, Any]:
     good: dict[str, Any] = {"schema": {"type": "object"}}
     content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
     headers = _headers("x-request-id", REPLICA_HEADER, EXPLAIN_HEADER, DROPPED_HEADER, *LIMIT_HEADERS)
@@ -128,9 +128,9 @@ def _operation(route: Route) -> dict[str, Any]:
     }
 
 
-def _refusals(route: Route) -> dict[str, Any]:
+def _refusals(route: ProxyRoute) -> dict[str, Any]:
     """The answers other than 200, each with the error codes that it may have."""
-    envelope = "AnthropicError" if route.api is Api.MESSAGES else "Error"
+    envelope = "AnthropicError" if route.api is ApiDialect.MESSAGES else "Error"
     content = {_JSON: {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
     found = {}
     for status in sorted({*_ALSO, *(answer.status for answer in TABLE.values())}):

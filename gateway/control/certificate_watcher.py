@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import GatewayConfig
 from policy.config.tls import AdminTls, ServerTls
 from policy.errors import ConfigError
@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 class Certificates:
     """The certificates of the ports with TLS; raises :class:`policy.errors.ConfigError` for unfit files."""
 
-    def __init__(self, gateway: GatewayConfig, log: Log) -> None:
+    def __init__(self, gateway: GatewayConfig, log: StructuredLog) -> None:
         self._by_path = {
             path: Certificate(files, path, log) for path, files in ports_with_tls(gateway).items()
         }
@@ -37,7 +37,7 @@ class Certificates:
 class Certificate:
     """The certificate of one port. Changed files that do not fit leave the last in force, and are logged."""
 
-    def __init__(self, files: ServerTls, path: str, log: Log) -> None:
+    def __init__(self, files: ServerTls, path: str, log: StructuredLog) -> None:
         self._files = files
         self._path = path
         self._log = log

@@ -13,9 +13,9 @@ import msgspec
 from gateway.http.ndjson_client import NdjsonStream
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.routing.fleet import FleetView
-from gateway.telemetry.structured_log import Log
-from policy.types import Fleet
-from policy.wire.adapter_catalog import Alias, Catalog
+from gateway.telemetry.structured_log import StructuredLog
+from policy.types import FleetSnapshot
+from policy.wire.adapter_catalog import Alias, CatalogSnapshot
 from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM, Controllers
 from store.event_loop.timer_coalescing import sleep_to_next
 from store.state_dir import StateDir, write_atomic
@@ -23,7 +23,7 @@ from store.state_dir import StateDir, write_atomic
 SAVE_EVERY_S = 1.0
 
 
-Document = TypeVar("Document", Fleet, Catalog)
+Document = TypeVar("Document", FleetSnapshot, CatalogSnapshot)
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class ControllerFeed(Generic[Document]):
     path: str
     file: Path
     secret: str
-    log: Log
+    log: StructuredLog
     connect_timeout_s: float
     decode: Callable[[bytes], Document]
     take: Callable[[Document, bool], None]
@@ -115,7 +115,7 @@ class ControllerFeed(Generic[Document]):
             self.log.warning(f"{self.name}_disconnected")
 
 
-def _order(document: Fleet | Catalog) -> tuple[int, float, int]:
+def _order(document: FleetSnapshot | CatalogSnapshot) -> tuple[int, float, int]:
     return document.term, document.epoch, document.version
 
 
@@ -124,12 +124,12 @@ def _urls(controllers: str) -> list[str]:
 
 
 def fleet_feed(
-    address: str, state: StateDir, view: FleetView, log: Log, *, connect_timeout_s: float
-) -> ControllerFeed[Fleet]:
+    address: str, state: StateDir, view: FleetView, log: StructuredLog, *, connect_timeout_s: float
+) -> ControllerFeed[FleetSnapshot]:
     """The fleet's snapshots, into ``view``."""
     clock = asyncio.get_running_loop().time
 
-    def take(fleet: Fleet, from_disk: bool) -> None:
+    def take(fleet: FleetSnapshot, from_disk: bool) -> None:
         view.take(fleet, "disk" if from_disk else "controller", clock())
 
     return ControllerFeed(
@@ -140,13 +140,13 @@ def fleet_feed(
         state.secret(),
         log,
         connect_timeout_s,
-        decode=msgspec.json.Decoder(Fleet).decode,
+        decode=msgspec.json.Decoder(FleetSnapshot).decode,
         take=take,
         replaces=fleet_replaces,
     )
 
 
-def fleet_replaces(fleet: Fleet, saved: Fleet) -> bool:
+def fleet_replaces(fleet: FleetSnapshot, saved: FleetSnapshot) -> bool:
     """Whether ``fleet`` is saved in place of ``saved``.
 
     An empty fleet counts only from a controller that had replicas: one that has just started knows none yet.
@@ -157,8 +157,8 @@ def fleet_replaces(fleet: Fleet, saved: Fleet) -> bool:
 
 
 def catalog_feed(
-    address: str, state: StateDir, view: CatalogView, log: Log, *, connect_timeout_s: float
-) -> ControllerFeed[Catalog]:
+    address: str, state: StateDir, view: CatalogView, log: StructuredLog, *, connect_timeout_s: float
+) -> ControllerFeed[CatalogSnapshot]:
     """The adapter catalog, into ``view``."""
     return ControllerFeed(
         "catalog",
@@ -190,10 +190,10 @@ class CatalogDecoder:
         self._raw = msgspec.json.Decoder(_RawCatalog)
         self._alias = msgspec.json.Decoder(Alias)
         self._line: bytes | None = None
-        self._catalog = Catalog(epoch=0.0, version=0)
+        self._catalog = CatalogSnapshot(epoch=0.0, version=0)
         self.aliases: dict[bytes, Alias] = {}
 
-    def decode(self, line: bytes) -> Catalog:
+    def decode(self, line: bytes) -> CatalogSnapshot:
         """The catalog in ``line``; raises ``ValueError`` if it is none."""
         if line != self._line:
             raw = self._raw.decode(line)
@@ -201,7 +201,7 @@ class CatalogDecoder:
             self.aliases = {
                 alias: former.get(alias) or self._alias.decode(alias) for alias in map(bytes, raw.aliases)
             }
-            self._catalog = Catalog(
+            self._catalog = CatalogSnapshot(
                 epoch=raw.epoch, version=raw.version, aliases=tuple(self.aliases.values()), term=raw.term
             )
             self._line = line

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
@@ -20,7 +20,7 @@ LOOK_EVERY_S = 0.5
 class DeploymentWatcher:
     """The current deployment. A document that cannot be read leaves the last good one in force."""
 
-    def __init__(self, state: StateDir, log: Log) -> None:
+    def __init__(self, state: StateDir, log: StructuredLog) -> None:
         self._path = state.deployment_path
         self._log = log
         self._file = WatchedFiles(self._path)

@@ -19,11 +19,17 @@ import msgspec
 from gateway.http.buffered_request import post
 from gateway.http.http1_client import ConnectionPool
 from gateway.queue.admission import Admission
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import Deployment
 from policy.wire.controller import Controllers
-from policy.wire.controller_reports import GatewayReport, ModelReport, ReportAnswer, Waiting, WorkerDetail
+from policy.wire.controller_reports import (
+    GatewayReport,
+    ModelReport,
+    ReportAnswer,
+    WaitingRequests,
+    WorkerDetail,
+)
 from policy.wire.headers import SECRET_HEADER
 
 EVERY_S = 1.0
@@ -48,7 +54,7 @@ class Reporter:
     model the running streams and their tokens so far, ``routes`` the last routing decisions.
     """
 
-    metrics: Metrics
+    metrics: WorkerMetrics
     admission: Admission
     deployment: Callable[[], Deployment]
     send: Send
@@ -106,7 +112,7 @@ class Reporter:
         return WorkerDetail(
             routes=tuple(self.routes(MAX_ROUTES)),
             waiting=tuple(
-                Waiting(model=model, priority=priority, tenant=tenant, requests=count)
+                WaitingRequests(model=model, priority=priority, tenant=tenant, requests=count)
                 for (model, priority, tenant), count in waiting.most_common(MAX_WAITING)
             ),
         )
@@ -149,7 +155,7 @@ class ReportSender:
     The next message is for the next one of the controllers then.
     """
 
-    def __init__(self, addresses: str, path: str, secret: str, log: Log) -> None:
+    def __init__(self, addresses: str, path: str, secret: str, log: StructuredLog) -> None:
         self._controllers = Controllers(addresses)
         self._path = path
         self._log = log

@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 import xxhash
 
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import Body
+from gateway.protocol.json_decoders import RequestBody
 from gateway.routing.shared_counters import SharedCounts
-from policy.admission.crash_suspects import SAME_DEATH_S, Suspects, Suspicion
+from policy.admission.crash_suspects import SAME_DEATH_S, CrashSuspects, SuspectRestriction
 from policy.errors import Refusal
 
 # Fields that do not change what an engine computes, or that clients draw anew when they send a request again.
@@ -36,7 +36,7 @@ class _Ended(NamedTuple):
     until: float
 
 
-def fingerprint(tenant: str, path: str, body: Body) -> int:
+def fingerprint(tenant: str, path: str, body: RequestBody) -> int:
     """A hash of the request without volatile fields, never 0."""
     digest = xxhash.xxh3_64(f"{tenant}\0{path}".encode())
     for name in sorted(body.members.keys() - VOLATILE):
@@ -45,14 +45,14 @@ def fingerprint(tenant: str, path: str, body: Body) -> int:
     return digest.intdigest() or 1
 
 
-class SuspectRequests:
+class HostCrashSuspects:
     """What is held against requests; losses are shared by the workers of a host, which see deaths themselves.
 
     Instants are seconds of the host's monotonic clock.
     """
 
     def __init__(self, shared: SharedCounts) -> None:
-        self._suspects = Suspects()
+        self._suspects = CrashSuspects()
         self._shared = shared
         self._ended: deque[_Ended] = deque(maxlen=MAX_ENDED)
         self._one_runs = False
@@ -97,9 +97,9 @@ class SuspectRequests:
         """
         suspicion = self._suspects.suspicion(request, at)
         self.some = len(self._suspects) > 0
-        if suspicion is Suspicion.NONE:
+        if suspicion is SuspectRestriction.NONE:
             return False
-        if suspicion is Suspicion.GUILTY:
+        if suspicion is SuspectRestriction.GUILTY:
             raise Refused(
                 Refusal.REPLICA_LOST,
                 "Two engines died while they served this request. It is refused for some minutes.",

@@ -8,18 +8,18 @@ from urllib.parse import urlsplit
 from msgspec import Raw
 
 from gateway.http.http1_client import ConnectionPool
-from gateway.protocol.body import Body
+from gateway.protocol.body import RequestBody
 from gateway.protocol.json_decoders import ABSENT
-from gateway.protocol.json_splice import Edit, UpstreamBody, edited_body, locate, set_model
-from gateway.protocol.paths import Route
+from gateway.protocol.json_splice import JsonEdit, UpstreamBody, edited_body, locate, set_model
+from gateway.protocol.paths import ProxyRoute
 from gateway.protocol.prompt_features import limit_of
-from gateway.protocol.usage import Usage
-from gateway.request_context import Call
-from gateway.telemetry.structured_log import Log
-from policy.admission.provider_spend_cap import Reservation, SpendCap, cost
-from policy.config.deployment import Deployment, Upstream
+from gateway.protocol.usage import TokenUsage
+from gateway.request_context import RequestContext
+from gateway.telemetry.structured_log import StructuredLog
+from policy.admission.provider_spend_cap import SpendCap, SpendReservation, cost
+from policy.config.deployment import Deployment, FallbackProviderConfig
 from policy.request import Request
-from policy.routing.replica_health import AttemptResult, Breaker, BreakerState
+from policy.routing.replica_health import AttemptResult, CircuitBreaker, CircuitBreakerState
 from policy.types import Runner
 from store.key_derivation import read_key
 
@@ -36,10 +36,10 @@ _COMMA = re.compile(rb"\s*,")
 class FallbackProvider:
     """One provider. A worker spends at most its equal part of the cap, and reads the key for each call."""
 
-    def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
+    def __init__(self, upstream: FallbackProviderConfig, deployment: Deployment, log: StructuredLog) -> None:
         self.label = b"upstream:" + upstream.name.encode()
         self.pool = ConnectionPool(upstream.url, deployment.gateway.connect_timeout_s)
-        self.breaker = Breaker(deployment.gateway.eject)
+        self.breaker = CircuitBreaker(deployment.gateway.eject)
         self.spend_cap = SpendCap(0.0)
         self._base = (urlsplit(upstream.url).path.rstrip("/") or "/v1").encode()
         self._log = log
@@ -47,14 +47,14 @@ class FallbackProvider:
         self._key_problem = ""
         self.read(upstream, deployment)
 
-    def read(self, upstream: Upstream, deployment: Deployment) -> None:
+    def read(self, upstream: FallbackProviderConfig, deployment: Deployment) -> None:
         """Apply the deployment's settings, except the URL."""
         self.upstream = upstream
         self.pool.connect_timeout_s = deployment.gateway.connect_timeout_s
         self.breaker.limits = deployment.gateway.eject
         self.spend_cap.cap = upstream.cost_cap_per_h / deployment.gateway.workers
 
-    def serves(self, route: Route, name: str) -> bool:
+    def serves(self, route: ProxyRoute, name: str) -> bool:
         """Whether it serves such requests for the model or adapter ``name``."""
         return route.path in PATHS and name in self.upstream.models
 
@@ -62,17 +62,19 @@ class FallbackProvider:
         """Whether its breaker admits a request now; one that is due for a probe admits one."""
         if self.breaker.due(at):
             self.breaker.half_open()
-        return self.breaker.state is BreakerState.CLOSED or self.breaker.take_probe()
+        return self.breaker.state is CircuitBreakerState.CLOSED or self.breaker.take_probe()
 
     def note(self, result: AttemptResult, at: float, draw: float) -> None:
-        if self.breaker.state is BreakerState.CLOSED:
+        if self.breaker.state is CircuitBreakerState.CLOSED:
             self.breaker.note(result, at)
             if result is AttemptResult.BAD and self.breaker.failing(at):
                 self.breaker.open(at, draw)
         else:
             self.breaker.probed(result, at, draw)
 
-    def hold(self, request: Request, route: Route, body: Body, at: float) -> Reservation | None:
+    def hold(
+        self, request: Request, route: ProxyRoute, body: RequestBody, at: float
+    ) -> SpendReservation | None:
         """Reserve what the request may cost; ``None`` when the spend cap forbids it."""
         prompt = request.prompt_tokens or request.size // BYTES_PER_TOKEN
         output = 0
@@ -80,7 +82,7 @@ class FallbackProvider:
             output = (limit_of(body) or ASSUMED_OUTPUT_TOKENS) * body.choices
         return self.spend_cap.hold(cost(self.upstream.price, prompt, output), at)
 
-    def bill(self, hold: Reservation, usage: Usage | None) -> float:
+    def bill(self, hold: SpendReservation, usage: TokenUsage | None) -> float:
         """The cost of an answer by its usage; without usage, all that was reserved."""
         if usage is None:
             return hold.amount
@@ -88,7 +90,7 @@ class FallbackProvider:
         # The usage of a cut answer lacks the prompt, which was read.
         return spent if usage.exact else max(spent, hold.amount)
 
-    def head(self, call: Call, size: int) -> bytes:
+    def head(self, call: RequestContext, size: int) -> bytes:
         """The request's head, with the provider's key and without Tidegate's or the client's keys."""
         head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
             self._base,
@@ -102,7 +104,7 @@ class FallbackProvider:
             head += b"accept: %b\r\n" % accept
         return head + b"content-length: %d\r\n\r\n" % size
 
-    def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> UpstreamBody:
+    def outgoing(self, route: ProxyRoute, name: str, body: RequestBody, raw: bytes) -> UpstreamBody:
         """``raw`` with the provider's model name, usage at the end of streams, and no ``cache_salt``."""
         edits = [set_model(raw, body, self.upstream.models[name])]
         if body.cache_salt is not ABSENT:
@@ -119,10 +121,10 @@ class FallbackProvider:
         return not problem
 
 
-def _without(raw: bytes, value: Raw) -> Edit:
+def _without(raw: bytes, value: Raw) -> JsonEdit:
     """Remove the member of ``raw`` whose ``value`` this is, with one comma; ``model`` is another member."""
     begin, end = locate(raw, value)
     begin = raw.rindex(b'"', 0, raw.rindex(b'"', 0, begin))
     if after := _COMMA.match(raw, end):
-        return Edit(begin, after.end(), b"")
-    return Edit(raw.rindex(b",", 0, begin), end, b"")
+        return JsonEdit(begin, after.end(), b"")
+    return JsonEdit(raw.rindex(b",", 0, begin), end, b"")

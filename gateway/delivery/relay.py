@@ -16,10 +16,10 @@ from typing import Final
 
 from starlette.types import Message
 
-from gateway.http.asgi_exchange import SENT, Exchange
+from gateway.http.asgi_exchange import SENT, AsgiExchange
 from gateway.http.byte_accumulator import ByteAccumulator
-from gateway.http.http1_client import Connection
-from gateway.intake.usage_journal import Charge
+from gateway.http.http1_client import UpstreamConnection
+from gateway.intake.usage_journal import UsageCharge
 from gateway.protocol.errors import (
     MAX_ERROR_BYTES,
     Refused,
@@ -30,12 +30,12 @@ from gateway.protocol.errors import (
     shown_failure,
     status_of,
 )
-from gateway.protocol.json_decoders import NULL, Answer, answer
-from gateway.protocol.paths import Api
-from gateway.protocol.response_model_name import ModelRewrite
+from gateway.protocol.json_decoders import NULL, NonStreamingResponse, answer
+from gateway.protocol.paths import ApiDialect
+from gateway.protocol.response_model_name import ModelNameRewrite
 from gateway.protocol.sse_validator import SseValidator
-from gateway.protocol.usage import MAX_USAGE_BYTES, Usage, usage_of_answer
-from gateway.request_context import STREAM_HEADERS, Call
+from gateway.protocol.usage import MAX_USAGE_BYTES, TokenUsage, usage_of_answer
+from gateway.request_context import STREAM_HEADERS, RequestContext
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry_policy import AttemptOutcome
 from policy.errors import Refusal
@@ -45,7 +45,7 @@ from policy.wire.headers import ENGINE_TIME_HEADER, REFUSAL_HEADER, REPLICA_HEAD
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
 _SERVED: Final = AttemptOutcome.SERVED
 _GENERATE: Final = Runner.GENERATE
-_RESPONSES: Final = Api.RESPONSES
+_RESPONSES: Final = ApiDialect.RESPONSES
 _BUSY: Final = Refusal.BUSY
 
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
@@ -77,13 +77,13 @@ class Relay:
 
     def __init__(
         self,
-        call: Call,
-        connection: Connection,
+        call: RequestContext,
+        connection: UpstreamConnection,
         validator: SseValidator,
         meter: ModelCounters,
         on_first: Callable[[], None] | None = None,
         *,
-        rewrite: ModelRewrite | None = None,
+        rewrite: ModelNameRewrite | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._call = call
@@ -100,8 +100,8 @@ class Relay:
         self._held = ByteAccumulator()
         self._unchecked = b""
         self._charge = call.charge
-        self._reported: Usage | None = None
-        self._answer: Answer | None = None
+        self._reported: TokenUsage | None = None
+        self._answer: NonStreamingResponse | None = None
         self._accounted = False
         self.committed = False
         self.held_back = False
@@ -275,7 +275,7 @@ class Relay:
         if complete:
             self._settle(_SERVED)
 
-    def _relay_whole(self, data: bytes, exchange: Exchange) -> None:
+    def _relay_whole(self, data: bytes, exchange: AsgiExchange) -> None:
         """As :meth:`_relay_part`, of a whole answer on the client port: in one write."""
         if self._rewrite is not None:
             data = self._rewrite.feed(data, complete=True)
@@ -360,7 +360,7 @@ class Relay:
             self._failed("The replica's stream is invalid.")
         return True
 
-    def _report(self, charge: Charge) -> None:
+    def _report(self, charge: UsageCharge) -> None:
         """Charge what the engine reports within a stream, until it is counted."""
         self._reported = usage = self._validator.usage
         if usage is not None:
@@ -452,7 +452,7 @@ class Relay:
         call.events = events
         if (took := self._headers.get(_ENGINE_TIME)) is not None:
             call.engine_s = _seconds_of(took)
-        call.usage = usage = usage or Usage(completion=events, exact=False)
+        call.usage = usage = usage or TokenUsage(completion=events, exact=False)
         self.meter.tokens.count(usage)
         if self._charge is not None:
             self._charge.end(charged)

@@ -7,22 +7,22 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from gateway.delivery.crash_suspects import SuspectRequests, fingerprint
+from gateway.delivery.crash_suspects import HostCrashSuspects, fingerprint
 from gateway.delivery.relay import Relay
-from gateway.http.http1_client import Connection, is_local_fault
+from gateway.http.http1_client import UpstreamConnection, is_local_fault
 from gateway.http.read_turns import request_starts
-from gateway.protocol.body import Body
+from gateway.protocol.body import RequestBody
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_splice import UpstreamBody, upstream_body
-from gateway.protocol.paths import Api, Route
-from gateway.protocol.response_model_name import ModelRewrite
+from gateway.protocol.paths import ApiDialect, ProxyRoute
+from gateway.protocol.response_model_name import ModelNameRewrite
 from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
-from gateway.queue.model_queue import Ticket
-from gateway.request_context import Call
-from gateway.routing.engine_cache.prompt_tokens import Prompt
+from gateway.queue.model_queue import QueueTicket
+from gateway.request_context import RequestContext
+from gateway.routing.engine_cache.prompt_tokens import TokenizablePrompt
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
-from gateway.telemetry.traces.request_trace import Attempt
+from gateway.telemetry.traces.request_trace import TracedAttempt
 from policy.admission.retry_policy import MAX_BEGUN, AttemptOutcome
 from policy.errors import Refusal
 from policy.request import Request
@@ -39,8 +39,8 @@ _LEFT: Final = AttemptOutcome.LEFT
 _REFUSED: Final = AttemptOutcome.REFUSED
 _STALE: Final = AttemptOutcome.STALE
 _SILENT: Final = AttemptOutcome.SILENT
-_RESPONSES: Final = Api.RESPONSES
-_MESSAGES: Final = Api.MESSAGES
+_RESPONSES: Final = ApiDialect.RESPONSES
+_MESSAGES: Final = ApiDialect.MESSAGES
 _GENERATE: Final = Runner.GENERATE
 _EXTERNAL: Final = EngineKind.EXTERNAL
 _UNKNOWN_MODEL: Final = Refusal.UNKNOWN_MODEL
@@ -66,8 +66,8 @@ _UNUSED: Final = SseValidator()
 
 class RetryLoop:
     def __init__(
-        self, ticket: Ticket, call: Call, meter: ModelCounters, suspects: SuspectRequests, *, body: Body,
-        raw: bytes, salt: bytes,
+        self, ticket: QueueTicket, call: RequestContext, meter: ModelCounters, suspects: HostCrashSuspects, *,
+        body: RequestBody, raw: bytes, salt: bytes,
     ) -> None:  # fmt: skip
         self._ticket = ticket
         self._is_external = ticket.served.engine is _EXTERNAL
@@ -104,7 +104,7 @@ class RetryLoop:
             call.replica, call.round_trip_s = replica.label, replica.round_trip_s
             if trace is not None:
                 trace.begin(
-                    Attempt(
+                    TracedAttempt(
                         asked_at,
                         granted_at,
                         replica.label,
@@ -209,10 +209,10 @@ class RetryLoop:
         cache = replica.cache
         reports_cache = cache is not None and cache.wants_report(self._ticket.request)
         outgoing = self._body_for(adapter or theirs, reports_cache=reports_cache)
-        rewrite = ModelRewrite(theirs, self._body.model) if theirs and not adapter else None
+        rewrite = ModelNameRewrite(theirs, self._body.model) if theirs and not adapter else None
         head = self._head(replica, outgoing.size)
         proxied = self._call.proxied
-        connection: Connection | None = replica.take_connection() if proxied is None else proxied
+        connection: UpstreamConnection | None = replica.take_connection() if proxied is None else proxied
         if proxied is not None:
             proxied.to(replica.replica.url)
         while True:
@@ -272,14 +272,14 @@ class RetryLoop:
             self._call.route, self._body, self._raw, self._salt, name, reports_cache=reports_cache
         )
 
-    def _prompt(self, theirs: str) -> Prompt:
+    def _prompt(self, theirs: str) -> TokenizablePrompt:
         """What the server reads, whose name for the model is ``theirs``."""
         adapter, body = self._ticket.request.adapter, self._body
         model = adapter or theirs or body.model
-        return Prompt(self._call.route, body, model=model, adapter=adapter, salt=self._salt)
+        return TokenizablePrompt(self._call.route, body, model=model, adapter=adapter, salt=self._salt)
 
     def _relay(
-        self, replica: ReplicaHandle, connection: Connection, rewrite: ModelRewrite | None, *,
+        self, replica: ReplicaHandle, connection: UpstreamConnection, rewrite: ModelNameRewrite | None, *,
         strip_usage: bool,
     ) -> Relay:  # fmt: skip
         """An attempt on ``connection``, which the watchdog observes."""
@@ -358,7 +358,7 @@ async def _survives(replica: ReplicaHandle) -> bool:
     return True
 
 
-def validator_of(route: Route, body: Body, *, strip_usage: bool) -> SseValidator:
+def validator_of(route: ProxyRoute, body: RequestBody, *, strip_usage: bool) -> SseValidator:
     """The parser of a stream of this route; ``strip_usage`` as in ``sse_validator.ChatValidator``."""
     if route.api is _RESPONSES:
         return ResponsesValidator()

@@ -11,14 +11,14 @@ from typing import Final
 from gateway.delivery.fallback_provider import FallbackProvider
 from gateway.delivery.relay import Relay
 from gateway.delivery.retry_loop import validator_of
-from gateway.protocol.body import Body
+from gateway.protocol.body import RequestBody
 from gateway.protocol.errors import NO_ROOM, Refused
-from gateway.protocol.response_model_name import ModelRewrite
-from gateway.request_context import Call
+from gateway.protocol.response_model_name import ModelNameRewrite
+from gateway.request_context import RequestContext
 from gateway.routing.fleet import ServedModel
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
-from gateway.telemetry.traces.request_trace import Attempt
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
+from gateway.telemetry.traces.request_trace import TracedAttempt
 from policy.admission.retry_policy import AttemptOutcome
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
@@ -40,7 +40,7 @@ _MAY_BE_BILLED: Final = frozenset(
 class Spillover:
     """The fallback providers of one worker, in the order of the deployment."""
 
-    def __init__(self, metrics: Metrics, log: Log, rng: random.Random) -> None:
+    def __init__(self, metrics: WorkerMetrics, log: StructuredLog, rng: random.Random) -> None:
         self._metrics = metrics
         self._log = log
         self._rng = rng
@@ -75,7 +75,7 @@ class Spillover:
         """Whether a provider may serve it, or an adapter on its model, instead of the fleet."""
         return request.model in self._backed
 
-    def name_of(self, request: Request, body: Body) -> str:
+    def name_of(self, request: Request, body: RequestBody) -> str:
         """The name (``BASE:NAME`` for adapters) that a provider may list; empty for a pinned version."""
         name = request.model
         if request.adapter:
@@ -87,11 +87,11 @@ class Spillover:
     async def around(
         self,
         fleet: Callable[[], Awaitable[None]],
-        call: Call,
+        call: RequestContext,
         served: ServedModel,
         request: Request,
         *,
-        body: Body,
+        body: RequestBody,
         raw: bytes,
     ) -> None:
         """Serve the call by ``fleet``, or by a provider if no replica can before the request's deadline.
@@ -122,7 +122,9 @@ class Spillover:
         start_s = self._starts_s.get(served.name, 0.0) if served.start_s is None else served.start_s
         return self._clock() + start_s >= request.deadline
 
-    async def _serve(self, call: Call, request: Request, name: str, body: Body, raw: bytes) -> bool:
+    async def _serve(
+        self, call: RequestContext, request: Request, name: str, body: RequestBody, raw: bytes
+    ) -> bool:
         """Whether a provider that lists ``name`` answered, or began to."""
         before = call.replica
         for endpoint in self._endpoints:
@@ -140,7 +142,7 @@ class Spillover:
                 AttemptResult.NOTHING,
             )  # if the client disconnects; the provider may bill it
             now = monotonic()
-            attempt = Attempt(now, now, endpoint.label)
+            attempt = TracedAttempt(now, now, endpoint.label)
             if call.trace is not None:
                 call.trace.begin(attempt)
             try:
@@ -164,13 +166,13 @@ class Spillover:
         return False
 
     async def _attempt(
-        self, endpoint: FallbackProvider, call: Call, name: str, body: Body, raw: bytes
+        self, endpoint: FallbackProvider, call: RequestContext, name: str, body: RequestBody, raw: bytes
     ) -> tuple[AttemptOutcome, AttemptResult]:
         """Try one provider; a kept connection that was closed before the request arrived is replaced."""
         call.replica, call.by_fallback = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
         head = endpoint.head(call, sent.size)
-        rewrite = ModelRewrite(endpoint.upstream.models[name], body.model)
+        rewrite = ModelNameRewrite(endpoint.upstream.models[name], body.model)
         connection = endpoint.pool.take()
         while True:
             try:

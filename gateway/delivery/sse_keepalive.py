@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from gateway.request_context import Call
+from gateway.request_context import RequestContext
 from policy.config.deployment import GatewayConfig
 
 SWEEP_EVERY_S: Final = 1.0
@@ -24,13 +24,13 @@ class SseKeepalive:
 
     def __init__(self, limits: Callable[[], GatewayConfig]) -> None:
         self._limits = limits
-        self._silent_since: dict[Call, float] = {}
+        self._silent_since: dict[RequestContext, float] = {}
 
-    def watch(self, call: Call, since: float) -> None:
+    def watch(self, call: RequestContext, since: float) -> None:
         """Send comments to this call from now on, which came ``since`` then."""
         self._silent_since[call] = since
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: RequestContext) -> None:
         """The call has ended; it may be unknown."""
         self._silent_since.pop(call, None)
 

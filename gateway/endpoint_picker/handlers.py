@@ -11,7 +11,7 @@ from gateway.endpoint_picker.ext_proc_messages import SERVICE, ProcessingRequest
 from gateway.endpoint_picker.processor import Processor
 from gateway.http.upload_budget import UploadBudget
 from gateway.request_pipeline import Gateway
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 
 _PROCESS = f"/{SERVICE}/Process"
 _HEALTH = "/grpc.health.v1.Health/Check"
@@ -23,7 +23,7 @@ _LIVENESS = b"liveness"
 class EndpointPickerHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     """External processing, and gRPC's health checks, whose services the protocol names."""
 
-    def __init__(self, gateway: Gateway, uploads: UploadBudget, log: Log) -> None:
+    def __init__(self, gateway: Gateway, uploads: UploadBudget, log: StructuredLog) -> None:
         self._gateway = gateway
         self._uploads = uploads
         self._log = log

@@ -18,10 +18,10 @@ from starlette.types import Message, Scope
 
 from gateway.endpoint_picker import picker_protocol
 from gateway.http.asgi_exchange import SENT
-from gateway.http.http1_client import Sink
+from gateway.http.http1_client import ResponseSink
 from gateway.http.upload_budget import Upload, UploadBudget
 from gateway.protocol.errors import Refused
-from gateway.protocol.paths import ROUTES, Route, is_anthropic
+from gateway.protocol.paths import ROUTES, ProxyRoute, is_anthropic
 from gateway.request_pipeline import Gateway
 from policy.errors import Refusal
 
@@ -48,14 +48,14 @@ class Processor:
         self._drained: asyncio.Future[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._request: list[tuple[bytes, bytes]] = []
-        self._route: Route | None = None
+        self._route: ProxyRoute | None = None
         self._scope: Scope = {}
         self._limit = 0
         self._body = bytearray()
         self._subset: frozenset[str] | None = None
         self._has_trailers = False
         self._endpoint = ""
-        self._sink: Sink | None = None
+        self._sink: ResponseSink | None = None
         self._reading = asyncio.Event()
         self._reading.set()
         self._head: Message | None = None
@@ -201,7 +201,7 @@ class Processor:
     def to(self, url: str) -> None:
         self._endpoint = urlsplit(url).netloc
 
-    def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+    def send(self, sink: ResponseSink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
         self._sink = sink
         line, *lines = head.rstrip(b"\r\n").split(b"\r\n")
         given = [(name, value) for name, _, value in (each.partition(b": ") for each in lines)]
@@ -215,13 +215,13 @@ class Processor:
         for message in picker_protocol.request_body(whole, trailers=self._has_trailers):
             self._put(message)
 
-    def pause(self, sink: Sink) -> None:
+    def pause(self, sink: ResponseSink) -> None:
         self._reading.clear()
 
-    def resume(self, sink: Sink) -> None:
+    def resume(self, sink: ResponseSink) -> None:
         self._reading.set()
 
-    def abort(self, sink: Sink) -> None:
+    def abort(self, sink: ResponseSink) -> None:
         if self._sink is sink:
             self._sink = None
 

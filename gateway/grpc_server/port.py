@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.grpc_ports import GrpcPort
 
 # Of one message: a body comes in pieces, and headers are short.
@@ -20,7 +20,9 @@ class GrpcServer:
     Calls that ``watch`` have no end, and are not waited for.
     """
 
-    def __init__(self, name: str, config: GrpcPort, handlers: Any, log: Log, *, watch: bool = False) -> None:
+    def __init__(
+        self, name: str, config: GrpcPort, handlers: Any, log: StructuredLog, *, watch: bool = False
+    ) -> None:
         self._name = name
         self._config = config
         self._handlers = handlers

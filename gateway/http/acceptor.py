@@ -45,7 +45,7 @@ TLS_SHUTDOWN_S: Final = 600.0
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Peers(Protocol):
+class PeerConnectionCounts(Protocol):
     """The other workers that accept on the socket; :mod:`gateway.routing.shared_counters` implements it."""
 
     def report_connections(self, count: int) -> None:
@@ -70,7 +70,7 @@ class Acceptor:
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
         protocol: Callable[[], Any],
-        peers: Peers,
+        peers: PeerConnectionCounts,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._loop = loop

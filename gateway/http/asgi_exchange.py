@@ -61,7 +61,7 @@ class _Sent:
 SENT: Awaitable[None] = _Sent()
 
 
-class Exchange:
+class AsgiExchange:
     """A complete request, with a body of ``size`` bytes.
 
     ``disconnected``: the client left before the response was complete.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.http.http1_client import ClientConnection, ConnectionPool
+from gateway.http.http1_client import ConnectionPool, Http1ClientConnection
 
 
 class _Receiver:
@@ -46,7 +46,7 @@ async def post(
     """
     head = b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (path, headers, len(body))
     receiver = _Receiver(max_bytes)
-    connection: ClientConnection | None = None
+    connection: Http1ClientConnection | None = None
     try:
         async with asyncio.timeout(within_s):
             connection = pool.take() or await pool.connect()

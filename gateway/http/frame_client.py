@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from gateway.http.http1_client import MAX_IDLE, Connection, ConnectionPool, Sink
+from gateway.http.http1_client import MAX_IDLE, ConnectionPool, ResponseSink, UpstreamConnection
 from gateway.http.read_turns import READ_BYTES, PacedReader
 from gateway.http.tcp_info import acknowledged, round_trip_s
 from policy.wire import frames
@@ -34,13 +34,15 @@ UPLOAD_BYTES = READ_BYTES
 LAST_STREAM = (1 << 32) - 1
 
 
-class Stream:
-    """One request on a :class:`MultiplexedConnection`, and its response: a ``Connection`` for one attempt."""
+class FrameClientStream:
+    """One request on a :class:`FrameClientConnection`, and its response: an ``UpstreamConnection`` for one
+    attempt.
+    """
 
-    def __init__(self, connection: MultiplexedConnection) -> None:
+    def __init__(self, connection: FrameClientConnection) -> None:
         self._connection = connection
         self.number = 0
-        self.sink: Sink | None = None
+        self.sink: ResponseSink | None = None
         self.received = False
         # Whether what comes on it shows that the engine makes progress.
         self.counts = True
@@ -49,21 +51,21 @@ class Stream:
         self._unacknowledged = 0
         self._is_paused = False
 
-    def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+    def send(self, sink: ResponseSink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
         """Send a request; small ones leave at the end of this turn, parts of large ones with other frames."""
         assert self.sink is None
         self.sink = sink
         self._connection.open(self, head, body)
 
-    def pause(self, sink: Sink) -> None:
+    def pause(self, sink: ResponseSink) -> None:
         """The client reads too slowly: the replica may fill its window, and no more."""
         self._is_paused = True
 
-    def resume(self, sink: Sink) -> None:
+    def resume(self, sink: ResponseSink) -> None:
         self._is_paused = False
         self._acknowledge()
 
-    def abort(self, sink: Sink) -> None:
+    def abort(self, sink: ResponseSink) -> None:
         """The rest of the response is not wanted: the replica frees the slot."""
         if self.sink is sink:
             self._connection.cancel(self)
@@ -83,7 +85,7 @@ class Stream:
             self._unacknowledged = 0
 
 
-class MultiplexedConnection:
+class FrameClientConnection:
     """An asyncio protocol that inherits nothing, to be compiled.
 
     ``opened`` yields whether the server speaks frames, and never fails. ``channel`` counts what comes on
@@ -103,10 +105,10 @@ class MultiplexedConnection:
         self._decoder = FrameDecoder()
         # Those that wait for the next turn.
         self._records: list[Record] = []
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, FrameClientStream] = {}
         self._last = 0
         # Parts of large bodies that are not written yet, by stream, the next to be written first.
-        self._uploads: OrderedDict[Stream, deque[memoryview]] = OrderedDict()
+        self._uploads: OrderedDict[FrameClientStream, deque[memoryview]] = OrderedDict()
         self._written = 0
         self._is_full = self._flushes = self._is_broken = False
         self.leaving = False
@@ -137,7 +139,9 @@ class MultiplexedConnection:
 
     # used by streams
 
-    def open(self, stream: Stream, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+    def open(
+        self, stream: FrameClientStream, head: bytes, body: bytes | Sequence[bytes | memoryview]
+    ) -> None:
         if self._reader is None:  # it was lost in the meantime
             sink = stream.sink
             assert sink is not None
@@ -161,13 +165,13 @@ class MultiplexedConnection:
             )
         self._flush_soon()
 
-    def cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: FrameClientStream) -> None:
         if self._streams.get(stream.number) is stream:
             self._encoder.add(frames.CANCEL, stream.number, b"")
             self._flush_soon()
             self._end(stream)
 
-    def allow(self, stream: Stream, size: int) -> None:
+    def allow(self, stream: FrameClientStream, size: int) -> None:
         self._encoder.add(frames.WINDOW, stream.number, frames.credit(size))
         self._flush_soon()
 
@@ -253,7 +257,7 @@ class MultiplexedConnection:
         self._uploads.clear()
         self._lose_some(deque(streams.values()), acked, closed=closed)
 
-    def _lose_some(self, lost: deque[Stream], acked: int, *, closed: bool) -> None:
+    def _lose_some(self, lost: deque[FrameClientStream], acked: int, *, closed: bool) -> None:
         for _ in range(min(MOST_LOST, len(lost))):
             stream = lost.popleft()
             sink, stream.sink = stream.sink, None
@@ -276,7 +280,7 @@ class MultiplexedConnection:
             self.close()
         return b""
 
-    def _end(self, stream: Stream) -> None:
+    def _end(self, stream: FrameClientStream) -> None:
         del self._streams[stream.number]
         stream.sink = None
         # A replica that does not read must not keep the bodies of requests that are over.
@@ -375,26 +379,26 @@ class FrameChannel:
     def __init__(self, pool: ConnectionPool, secret: str) -> None:
         self._pool = pool
         self._secret = secret
-        self._connection: MultiplexedConnection | None = None
+        self._connection: FrameClientConnection | None = None
         self.progress = 0
 
     @property
     def host_header(self) -> bytes:
         return self._pool.host_header
 
-    def take(self) -> Stream | None:
+    def take(self) -> FrameClientStream | None:
         """A stream for a request; ``None`` without a connection."""
         connection = self._connection
-        return Stream(connection) if connection is not None and connection.alive else None
+        return FrameClientStream(connection) if connection is not None and connection.alive else None
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> UpstreamConnection:
         """A way for the load stream: on a new connection, whose requests it shares.
 
         Over HTTP where the server does not speak frames. Raises ``OSError``.
         """
         self.leave()
         loop = asyncio.get_running_loop()
-        connection = MultiplexedConnection(self, self._secret)
+        connection = FrameClientConnection(self, self._secret)
         async with asyncio.timeout(self._pool.connect_timeout_s):
             await loop.create_connection(
                 cast("Callable[[], asyncio.Protocol]", lambda: connection), self._pool.host, self._pool.port
@@ -412,7 +416,7 @@ class FrameChannel:
                 return await self._pool.connect()
         # A server that says nothing yet may hang: the load stream waits for it as over HTTP.
         self._connection = connection
-        stream = Stream(connection)
+        stream = FrameClientStream(connection)
         stream.counts = False
         return stream
 

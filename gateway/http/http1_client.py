@@ -37,7 +37,7 @@ LOCAL_FAULTS = frozenset(
 )
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """The receiver of a response. No call follows ``complete`` or ``on_lost``."""
 
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
@@ -53,7 +53,7 @@ class Sink(Protocol):
         """The connection broke; ``stale``: the server closed a kept one before the request arrived."""
 
 
-class Connection(Protocol):
+class UpstreamConnection(Protocol):
     """A way for one request to a server, and for its response to the sink, which may pause and abort it.
 
     ``received`` is set by every read.
@@ -61,20 +61,20 @@ class Connection(Protocol):
 
     received: bool
 
-    def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+    def send(self, sink: ResponseSink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
         """Send a request, whose response goes to ``sink``."""
 
-    def pause(self, sink: Sink) -> None:
+    def pause(self, sink: ResponseSink) -> None:
         """Stop reading: the client reads too slowly."""
 
-    def resume(self, sink: Sink) -> None:
+    def resume(self, sink: ResponseSink) -> None:
         """Read on."""
 
-    def abort(self, sink: Sink) -> None:
+    def abort(self, sink: ResponseSink) -> None:
         """The rest of the response is not wanted."""
 
 
-class ProxiedConnection(Connection, Protocol):
+class ProxiedConnection(UpstreamConnection, Protocol):
     """The way of a request that another proxy sends: to one server, once."""
 
     def allowed(self, urls: Mapping[str, str]) -> frozenset[str] | None:
@@ -87,7 +87,7 @@ class ProxiedConnection(Connection, Protocol):
         """Send it to the server at ``url``."""
 
 
-class ClientConnection:
+class Http1ClientConnection:
     """One connection, one response at a time. An asyncio protocol that inherits nothing, to be compiled.
 
     Its sink may pause, resume and abort it until the end of its response; later calls do nothing, since the
@@ -98,7 +98,7 @@ class ClientConnection:
         self._pool = pool
         self._parser: httptools.HttpResponseParser | None = None
         self._transport: asyncio.Transport | None = None
-        self._sink: Sink | None = None
+        self._sink: ResponseSink | None = None
         # It holds this connection, which releases it when it is lost.
         self._reader: PacedReader | None = None
         self.reused = False
@@ -121,7 +121,7 @@ class ClientConnection:
     def alive(self) -> bool:
         return self._transport is not None and not self._has_ended and not self._transport.is_closing()
 
-    def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+    def send(self, sink: ResponseSink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
         """Write a request, without copying a large body, in one system call; TLS takes a large one in slices.
 
         The response goes to ``sink``.
@@ -145,16 +145,16 @@ class ClientConnection:
                 self._unwritten += [view[at : at + TLS_SLICE] for at in range(0, len(view), TLS_SLICE)]
             self._write_on()
 
-    def pause(self, sink: Sink) -> None:
+    def pause(self, sink: ResponseSink) -> None:
         """Stop reading: the client reads too slowly."""
         if self._sink is sink and self._reader is not None:
             self._reader.pause()
 
-    def resume(self, sink: Sink) -> None:
+    def resume(self, sink: ResponseSink) -> None:
         if self._sink is sink and self._reader is not None:
             self._reader.resume()
 
-    def abort(self, sink: Sink) -> None:
+    def abort(self, sink: ResponseSink) -> None:
         """Close immediately: the replica sees the disconnect and frees the slot."""
         if self._sink is sink:
             self.kill()
@@ -264,7 +264,7 @@ class ClientConnection:
         if sink is not None:  # it has not left in the meantime
             sink.on_lost(stale=stale)
 
-    def _taker(self) -> Sink | None:
+    def _taker(self) -> ResponseSink | None:
         """The sink, read by a call: a type checker assumes that the parser changes no attribute."""
         return self._sink
 
@@ -361,11 +361,11 @@ class ConnectionPool:
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.connect_timeout_s = connect_timeout_s
         self._max_idle = max_idle
-        self._idle: list[ClientConnection] = []
+        self._idle: list[Http1ClientConnection] = []
         self._closed = False
         self.reads = 0
 
-    def take(self) -> ClientConnection | None:
+    def take(self) -> Http1ClientConnection | None:
         """The most recently used idle connection, if there is one."""
         while self._idle:
             connection = self._idle.pop()
@@ -373,12 +373,12 @@ class ConnectionPool:
                 return connection
         return None
 
-    async def connect(self) -> ClientConnection:
+    async def connect(self) -> Http1ClientConnection:
         """A new connection; raises ``OSError``, which includes ``TimeoutError`` and ``ssl.SSLError``."""
         loop = asyncio.get_running_loop()
         if self._secure and self._tls is None:
             self._tls = ssl.create_default_context(cafile=self._ca_file)
-        connection, is_open = ClientConnection(self), False
+        connection, is_open = Http1ClientConnection(self), False
         try:
             async with asyncio.timeout(self.connect_timeout_s):
                 await loop.create_connection(
@@ -393,7 +393,7 @@ class ConnectionPool:
                 connection.release()
         return connection
 
-    def give(self, connection: ClientConnection) -> None:
+    def give(self, connection: Http1ClientConnection) -> None:
         """Keep ``connection`` for the next request."""
         if self._closed or len(self._idle) >= self._max_idle:
             connection.kill()
@@ -404,7 +404,7 @@ class ConnectionPool:
         """That of the most recently used idle connection; 0 if it is not known."""
         return self._idle[-1].round_trip_s() if self._idle else 0.0
 
-    def discard(self, connection: ClientConnection) -> None:
+    def discard(self, connection: Http1ClientConnection) -> None:
         if connection in self._idle:
             self._idle.remove(connection)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from gateway.http.http1_client import Connection, ConnectionPool
+from gateway.http.http1_client import ConnectionPool, UpstreamConnection
 from policy.wire.headers import SECRET_HEADER
 
 FIRST_RETRY_S = 0.05
@@ -16,14 +16,14 @@ SILENCE_S = 5.0
 MAX_LINE_BYTES = 16 * 1024 * 1024
 
 
-class Connects(Protocol):
+class StreamConnector(Protocol):
     """Opens the connections of a stream."""
 
     @property
     def host_header(self) -> bytes:
         """The server's name."""
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> UpstreamConnection:
         """A new connection, for one request; raises ``OSError``, which includes ``TimeoutError``."""
 
 
@@ -44,9 +44,9 @@ class NdjsonStream:
         *,
         on_line: Callable[[bytes], None],
         on_down: Callable[[], None],
-        connects: Connects | None = None,
+        connects: StreamConnector | None = None,
     ) -> None:
-        self._ways: list[Connects] = (
+        self._ways: list[StreamConnector] = (
             [ConnectionPool(url, connect_timeout_s, max_idle=0) for url in urls]
             if connects is None
             else [connects]
@@ -57,7 +57,7 @@ class NdjsonStream:
         self._on_down = on_down
         self.silent = False
         self._wake = asyncio.Event()
-        self._connection: Connection | None = None
+        self._connection: UpstreamConnection | None = None
         self._parts: list[bytes] = []
         self._size = 0
         self._lines = 0

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 import uvloop
 from starlette.types import ASGIApp, Scope
 
-from gateway.http.acceptor import Acceptor, Peers
-from gateway.http.asgi_exchange import Exchange
+from gateway.http.acceptor import Acceptor, PeerConnectionCounts
+from gateway.http.asgi_exchange import AsgiExchange
 from gateway.http.forwarded import Address, TrustedProxies
 from gateway.http.read_turns import request_starts
 from gateway.http.server_connection import ServerConnection
@@ -49,7 +49,7 @@ class ServerTimeouts(NamedTuple):
     linger_s: float = 5.0
 
 
-class Server:
+class HttpServer:
     """All connections of the client port. ``now`` is the loop's time at the last sweep.
 
     ``body_limit`` is called with each head: how large its body may be. With 0 the app serves it at once,
@@ -63,7 +63,7 @@ class Server:
         app: ASGIApp,
         body_limit: Callable[[Scope], int],
         on_refused: Callable[[Refused, Scope | None, bytes], None],
-        peers: Peers,
+        peers: PeerConnectionCounts,
         uploads: UploadBudget,
         *,
         times: ServerTimeouts | None = None,
@@ -164,13 +164,13 @@ class Server:
         """It has read enough."""
         self._unread.pop(connection, None)
 
-    def serve(self, scope: Scope, exchange: Exchange) -> asyncio.Task[None]:
+    def serve(self, scope: Scope, exchange: AsgiExchange) -> asyncio.Task[None]:
         # The loop's own method makes a name first, and then sets this one.
         task = asyncio.Task(self._run(scope, exchange), loop=self._loop, name="request")
         self._tasks.add(task)
         return task
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, exchange: AsgiExchange) -> None:
         """Cancel the task of an exchange; one that has not begun will not end as others do."""
         if (task := exchange.task) is not None:
             task.cancel()
@@ -179,7 +179,7 @@ class Server:
                 exchange.body_read()
                 exchange.task = None  # it holds its exception, whose frames hold the exchange
 
-    async def _run(self, scope: Scope, exchange: Exchange) -> None:
+    async def _run(self, scope: Scope, exchange: AsgiExchange) -> None:
         exchange.begun = True
         try:
             address: Address | None = scope["client"]

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import Scope
 
-from gateway.http.asgi_exchange import SENT, Exchange, id_headers, request_ids
+from gateway.http.asgi_exchange import SENT, AsgiExchange, id_headers, request_ids
 from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.forwarded import Address
 from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader, read_turns
@@ -30,7 +30,7 @@ from gateway.protocol.paths import is_anthropic
 from policy.errors import Refusal
 
 if TYPE_CHECKING:
-    from gateway.http.server import Server
+    from gateway.http.server import HttpServer
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_HEADERS: Final = 100
@@ -90,14 +90,14 @@ class ServerConnection:
     server's clock; never while a request is served.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._transport: asyncio.Transport
         # They hold this connection, so that it has them from its begin until it is lost.
         self._parser: httptools.HttpRequestParser | None = None
         self._reader: PacedReader | None = None
-        self._active: Exchange | None = None
-        self._ahead: deque[tuple[Scope, Exchange, int]] = deque()
+        self._active: AsgiExchange | None = None
+        self._ahead: deque[tuple[Scope, AsgiExchange, int]] = deque()
         self._ahead_bytes = 0
         self._unparsed = b""
         self._body = ByteAccumulator()
@@ -460,7 +460,7 @@ class ServerConnection:
 
     def _serve(self, body: bytes) -> None:
         """Serve a request now or, if another one is served, after it."""
-        exchange = Exchange(
+        exchange = AsgiExchange(
             self, body, keep=self._keep_alive, http_1_1=self._http_1_1, headless=self._method == b"HEAD"
         )
         scope, self._scope = self._scope, None
@@ -545,7 +545,7 @@ class ServerConnection:
 
     # serving
 
-    def _start(self, scope: Scope, exchange: Exchange) -> None:
+    def _start(self, scope: Scope, exchange: AsgiExchange) -> None:
         self._active = exchange
         self.deadline = _NEVER
         if exchange.size > MAX_AHEAD_BYTES:
@@ -563,7 +563,7 @@ class ServerConnection:
     def general_header(self) -> bytes:
         return self._server.date_line
 
-    def answered(self, exchange: Exchange) -> None:
+    def answered(self, exchange: AsgiExchange) -> None:
         if exchange is not self._active:
             return
         self._active = None
@@ -645,7 +645,7 @@ class ServerConnection:
         body = refused.body(anthropic=anthropic)
         head = refused.headers() + id_headers(request_id, anthropic=anthropic)
         head += self._server.refusal_headers(received)
-        exchange = Exchange(self, b"", keep=False, http_1_1=True, headless=False)
+        exchange = AsgiExchange(self, b"", keep=False, http_1_1=True, headless=False)
         exchange.send({"type": "http.response.start", "status": refused.status, "headers": head})
         exchange.send({"type": "http.response.body", "body": body})
         self._linger()

@@ -27,7 +27,7 @@ GOES_ON_BYTES: Final = 4 * READ_BYTES
 MOST_AT_ONCE: Final = 128
 
 
-class Receiver(Protocol):
+class UploadReceiver(Protocol):
     """A connection as the budget sees it."""
 
     def hold_back(self) -> None:
@@ -46,7 +46,7 @@ class Upload:
     ``received``: its bytes since the last sweep; ``slow``: they were too few in the whole time between two.
     """
 
-    def __init__(self, receiver: Receiver, everyone: Share, own: Share) -> None:
+    def __init__(self, receiver: UploadReceiver, everyone: UploadQuota, own: UploadQuota) -> None:
         self.receiver = receiver
         self.everyone = everyone
         self.own = own
@@ -71,13 +71,13 @@ class PendingBody:
 
     __slots__ = ("everyone", "own", "size")
 
-    def __init__(self, everyone: Share, own: Share, size: int) -> None:
+    def __init__(self, everyone: UploadQuota, own: UploadQuota, size: int) -> None:
         self.everyone = everyone
         self.own = own
         self.size = size
 
 
-class Share:
+class UploadQuota:
     """The budget of the worker or of one client address; ``half`` of it is free to all.
 
     ``held``: the bytes of uploads and of pending bodies; ``pending``: those of the latter.
@@ -125,15 +125,15 @@ class UploadBudget:
         self._later = later
         self._is_due = False
         total, self._per_address = limits()
-        self._everyone = Share("", total)
-        self._by_address: dict[str, Share] = {}
+        self._everyone = UploadQuota("", total)
+        self._by_address: dict[str, UploadQuota] = {}
 
     @property
     def limit(self) -> int:
         """The bytes for all connections."""
         return self._everyone.limit
 
-    def begin(self, receiver: Receiver, peer: object) -> Upload:
+    def begin(self, receiver: UploadReceiver, peer: object) -> Upload:
         """An upload from ``peer``, a socket's address."""
         own = self._share(peer)
         upload = Upload(receiver, self._everyone, own)
@@ -156,14 +156,14 @@ class UploadBudget:
         self._forget_unused(body.own)
         self._freed()
 
-    def _share(self, peer: object) -> Share:
+    def _share(self, peer: object) -> UploadQuota:
         address = _address(peer)
         own = self._by_address.get(address)
         if own is None:
-            own = self._by_address[address] = Share(address, self._per_address)
+            own = self._by_address[address] = UploadQuota(address, self._per_address)
         return own
 
-    def _forget_unused(self, own: Share) -> None:
+    def _forget_unused(self, own: UploadQuota) -> None:
         if not own.uploads and not own.pending:
             del self._by_address[own.address]
 
@@ -208,7 +208,7 @@ class UploadBudget:
             self._is_due = True
             self._later(self._let_waiting_go_on)
 
-    def _relieve(self, share: Share, grown: Upload) -> None:
+    def _relieve(self, share: UploadQuota, grown: Upload) -> None:
         self._shed_slow(share)
         while share.held > share.limit and len(share.uploads) > 1:
             busy = Refused(Refusal.BUSY, "Too many large requests are being received.")
@@ -218,7 +218,7 @@ class UploadBudget:
             self._set_waiting(grown, True)
             grown.receiver.hold_back()
 
-    def _shed_slow(self, share: Share) -> None:
+    def _shed_slow(self, share: UploadQuota) -> None:
         if share.held <= share.half or not share.has_slow:
             return
         if not (slow := [upload for upload in share.uploads if upload.slow]):
@@ -273,7 +273,7 @@ class UploadBudget:
         if not self._everyone.waiting:
             return
         going_on = 0
-        expected: dict[Share, int] = {}
+        expected: dict[UploadQuota, int] = {}
         for upload in sorted(self._everyone.uploads, key=_left):
             added = min(upload.left, GOES_ON_BYTES)
             goes_on = upload.waiting

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from gateway.intake.admin_keys import AdminKeys
-from gateway.intake.authentication import Tenants
-from gateway.telemetry.structured_log import Log
+from gateway.intake.authentication import TenantDirectory
+from gateway.telemetry.structured_log import StructuredLog
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
 from store.event_loop.timer_coalescing import sleep_to_next
 from store.watched_files import WatchedFiles
@@ -56,9 +56,9 @@ class AccessFeed:
     def __init__(
         self,
         path: Path,
-        tenants: Tenants,
+        tenants: TenantDirectory,
         admin_keys: AdminKeys,
-        log: Log,
+        log: StructuredLog,
         in_force: Callable[[int], None] = lambda revision: None,
     ) -> None:
         self._path = path

@@ -13,18 +13,18 @@ from gateway.intake.principal import Principal
 from policy.config.deployment import Deployment
 from policy.hashing import hash_name
 from policy.types import EngineKind
-from policy.wire.adapter_catalog import Alias, Catalog, Version, served_name
+from policy.wire.adapter_catalog import Alias, CatalogSnapshot, CatalogVersion, served_name
 from policy.wire.headers import ADAPTER_HEADER
 
 View = tuple[frozenset[tuple[str, ...]], frozenset[str] | None, frozenset[str] | None]
 
-EMPTY = Catalog(epoch=0.0, version=0)
+EMPTY = CatalogSnapshot(epoch=0.0, version=0)
 
 
-class Adapter:
+class SelectedAdapter:
     """A version of an adapter: ``served``: its name in engines and answers; ``header``: for a replica."""
 
-    def __init__(self, alias: Alias, version: Version) -> None:
+    def __init__(self, alias: Alias, version: CatalogVersion) -> None:
         self.model = alias.model
         self.name = alias.name
         self.digest = version.digest
@@ -32,18 +32,18 @@ class Adapter:
         self.header = f"{ADAPTER_HEADER}: {alias.name}@{version.digest}\r\n".encode()
 
 
-class Entry:
+class AliasEntry:
     """An alias, as requests find it; ``main`` is the version with the largest weight.
 
     ``cards`` are kept for :mod:`gateway.api.models_response`: by name, each with the ``max_model_len`` in it.
     """
 
-    def __init__(self, alias: Alias, given: dict[Version, float]) -> None:
+    def __init__(self, alias: Alias, given: dict[CatalogVersion, float]) -> None:
         self.alias = alias
         self.main = max(given, key=lambda version: given[version])
         self.cards: dict[str, tuple[int | None, bytes]] = {}
         self._tenants = frozenset(alias.tenants)
-        self._versions: dict[str, Adapter] = {}
+        self._versions: dict[str, SelectedAdapter] = {}
         self._only = self._of(self.main) if len(given) == 1 else None
 
     def shows(self, principal: Principal) -> bool:
@@ -52,7 +52,7 @@ class Entry:
         listed = not self._tenants or account.name in self._tenants or account.admin
         return listed and principal.may_use(alias.model, alias.name)
 
-    def pick(self, principal: Principal, session: bytes | None, draw: Callable[[], int]) -> Adapter:
+    def pick(self, principal: Principal, session: bytes | None, draw: Callable[[], int]) -> SelectedAdapter:
         """The version for this client: stable per session, else per tenant, else drawn by ``draw``."""
         if self._only is not None:
             return self._only
@@ -60,7 +60,7 @@ class Entry:
         key = xxhash.xxh3_64_intdigest(session) if session else hash_name(name) if name else draw()
         return self._of(self.alias.pick(key))
 
-    def pinned(self, digest: str) -> Adapter | None:
+    def pinned(self, digest: str) -> SelectedAdapter | None:
         """The version whose digest begins with ``digest``, if exactly one does."""
         version = self.alias.pinned(digest)
         if version is None:
@@ -68,10 +68,10 @@ class Entry:
         meant = {other.digest for other in self.alias.versions if other.digest.startswith(digest)}
         return self._of(version) if len(meant) == 1 else None
 
-    def _of(self, version: Version) -> Adapter:
+    def _of(self, version: CatalogVersion) -> SelectedAdapter:
         found = self._versions.get(version.digest)
         if found is None:
-            found = self._versions[version.digest] = Adapter(self.alias, version)
+            found = self._versions[version.digest] = SelectedAdapter(self.alias, version)
         return found
 
 
@@ -93,9 +93,9 @@ class CatalogView:
         self._on_names = on_names
         self._places: dict[str, int] = {}
         self._foreign: frozenset[str] = frozenset()
-        self._entries: dict[tuple[str, str], Entry] = {}
-        self._names: dict[str, list[Entry]] = {}
-        self._order: list[Entry] = []
+        self._entries: dict[tuple[str, str], AliasEntry] = {}
+        self._names: dict[str, list[AliasEntry]] = {}
+        self._order: list[AliasEntry] = []
         self._lists: list[tuple[str, ...]] = []
         self.catalog = EMPTY
         self.known = False
@@ -110,26 +110,26 @@ class CatalogView:
         self.wanted = any(spec.adapters is not None for spec in models)
         self._index()
 
-    def take(self, catalog: Catalog) -> None:
+    def take(self, catalog: CatalogSnapshot) -> None:
         """Replace the catalog; aliases that did not change keep their entry."""
         if catalog is self.catalog:
             return
         former = self._entries
-        entries: dict[tuple[str, str], Entry] = {}
+        entries: dict[tuple[str, str], AliasEntry] = {}
         for alias in catalog.aliases:
             key = (alias.model, alias.name)
             entry = former.get(key)
             if entry is not None and (entry.alias is alias or entry.alias == alias):
                 entries[key] = entry
             elif given := _weights(alias):
-                entries[key] = Entry(alias, given)
+                entries[key] = AliasEntry(alias, given)
         self._entries = entries
         self.catalog = catalog
         self.known = True
         self._on_names(entries.keys())
         self._index()
 
-    def resolve(self, name: str, principal: Principal, session: bytes | None) -> Adapter | None:
+    def resolve(self, name: str, principal: Principal, session: bytes | None) -> SelectedAdapter | None:
         """The adapter version for ``name`` and this client; ``None`` also if the client may not see it."""
         found = self.find(name, principal)
         if found is None:
@@ -137,7 +137,7 @@ class CatalogView:
         entry, pinned = found
         return entry.pick(principal, session, self._draw) if pinned is None else pinned
 
-    def find(self, name: str, principal: Principal) -> tuple[Entry, Adapter | None] | None:
+    def find(self, name: str, principal: Principal) -> tuple[AliasEntry, SelectedAdapter | None] | None:
         """The entry of ``name``, and the version if it pins one; ``None`` if ``principal`` sees none."""
         entries = self._names.get(name)
         if entries is not None:
@@ -153,7 +153,7 @@ class CatalogView:
                     return entry, pinned
         return None
 
-    def visible(self, principal: Principal) -> list[Entry]:
+    def visible(self, principal: Principal) -> list[AliasEntry]:
         """The adapters that ``principal`` may see, in the order of the deployment's models."""
         return [entry for entry in self._order if entry.shows(principal)]
 
@@ -167,7 +167,7 @@ class CatalogView:
         last = len(self._places)
         order = [entry for entry in self._entries.values() if entry.alias.model not in self._foreign]
         order.sort(key=lambda entry: self._places.get(entry.alias.model, last))
-        names: dict[str, list[Entry]] = {}
+        names: dict[str, list[AliasEntry]] = {}
         for entry in order:
             alias = entry.alias
             names.setdefault(alias.name, []).append(entry)
@@ -177,7 +177,7 @@ class CatalogView:
         self.changed += 1
 
 
-def _weights(alias: Alias) -> dict[Version, float]:
+def _weights(alias: Alias) -> dict[CatalogVersion, float]:
     """The versions of ``alias`` that receive requests, with their weights."""
     kept = [(alias.version(number), weight) for number, weight in alias.split if weight > 0]
     return {version: weight for version, weight in kept if version is not None}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from policy.wire.access_snapshot import AdminKeyRow
-from policy.wire.accounting_api import Actor
+from policy.wire.accounting_api import AuditActor
 
 
 class AdminKeys:
@@ -21,9 +21,9 @@ class AdminKeys:
         """Replace all keys."""
         self._by_digest = {bytes.fromhex(row.sha256): row for row in rows}
 
-    def actor(self, key: bytes) -> Actor | None:
+    def actor(self, key: bytes) -> AuditActor | None:
         """Who has this key, and in which role; ``None`` for one that is not valid."""
         row = self._by_digest.get(hashlib.sha256(key).digest())
         if row is None or (row.expires is not None and row.expires <= self._wall()):
             return None
-        return Actor(f"admin key {row.name}", row.role)
+        return AuditActor(f"admin key {row.name}", row.role)

@@ -11,18 +11,18 @@ from typing import Any, Final
 
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.protocol.errors import Refused
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from gateway.routing.shared_counters import SharedCounts
 from gateway.telemetry.tenant_metrics import TenantMetrics
 from policy.config.deployment import Deployment
 from policy.config.port_conflicts import may_be_open
-from policy.config.tenancy import Access, Tenant
+from policy.config.tenancy import AccessPolicy, Tenant
 from policy.errors import Refusal
 from policy.wire.access_snapshot import KeyRow, TenantRow
 from store.key_derivation import salt_of
 
 # A key of the deployment file is limited by its tenant alone.
-NO_LIMITS = Access()
+NO_LIMITS = AccessPolicy()
 # Accounts whose counts are shared or described in one turn of the event loop.
 ACCOUNTS_A_TURN: Final = 512
 _sha256: Final = hashlib.sha256
@@ -39,7 +39,7 @@ class AccessDraft:
     ``declared`` are the tenants of the deployment file, which count before those of the same name here.
     """
 
-    def __init__(self, tenants: Tenants, declared: Mapping[str, Tenant]) -> None:
+    def __init__(self, tenants: TenantDirectory, declared: Mapping[str, Tenant]) -> None:
         self._tenants = tenants
         self._declared = declared
         self.tenants: dict[str, Tenant] = {}
@@ -63,7 +63,7 @@ class AccessDraft:
             self.keys[bytes.fromhex(row.sha256)] = Principal(account, row.id, access, expires)
 
 
-class Tenants:
+class TenantDirectory:
     """The accounts of the deployment file and of the database.
 
     Without tenants every request is the anonymous one's, unless other machines reach the port.
@@ -176,7 +176,7 @@ class Tenants:
         account = self._by_name.get(name)
         return self._salt(name) if account is None and name else (account or self.anonymous.account).salt
 
-    def served(self, name: str, usage: Usage) -> None:
+    def served(self, name: str, usage: TokenUsage) -> None:
         account = self._by_name.get(name, self.anonymous.account)
         account.prompt_tokens += usage.prompt
         account.output_tokens += usage.completion

@@ -5,14 +5,14 @@ from __future__ import annotations
 from msgspec import Raw
 
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import Body
-from gateway.protocol.paths import Api, Route
+from gateway.protocol.json_decoders import RequestBody
+from gateway.protocol.paths import ApiDialect, ProxyRoute
 from gateway.protocol.restricted_features import used_features
 from policy.errors import Refusal
 from policy.types import Runner
 
 
-def check_features(route: Route, body: Body, allowed: frozenset[str]) -> None:
+def check_features(route: ProxyRoute, body: RequestBody, allowed: frozenset[str]) -> None:
     """Refuse a request that uses a feature that is not among the ``allowed`` ones."""
     if denied := used_features(body, route) - allowed:
         names = ", ".join(sorted(denied))
@@ -20,14 +20,14 @@ def check_features(route: Route, body: Body, allowed: frozenset[str]) -> None:
         raise Refused(Refusal.UNSUPPORTED, message, status=403, code="feature_not_allowed")
 
 
-def bound_answer(route: Route, body: Body, most: int) -> None:
+def bound_answer(route: ProxyRoute, body: RequestBody, most: int) -> None:
     """Bound each answer to ``most`` tokens if the client did not.
 
     Raises :class:`gateway.protocol.errors.Refused` for a request for more.
     """
     if route.runner is not Runner.GENERATE:
         return
-    if route.api is Api.RESPONSES:
+    if route.api is ApiDialect.RESPONSES:
         given = {"max_output_tokens": body.max_output_tokens}
     elif route.path == "/v1/chat/completions":
         given = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.intake.principal import Subject
+from gateway.intake.principal import LimitSubject
 from gateway.intake.shared_limits import SharedLimits
-from policy.config.tenancy import Access, Limit
+from policy.config.tenancy import AccessPolicy, LimitName
 from policy.tenancy.token_bucket import TokenBucket, level_of
 
 NANO: Final = 1_000_000_000
@@ -16,7 +16,7 @@ PARALLEL_WAIT_S: Final = 1.0
 FRESH_S: Final = 0.5
 
 
-class Held:
+class LimitReservation:
     """What one request has reserved of one tenant's or key's limits."""
 
     def __init__(self, state: LimitState, tokens: int) -> None:
@@ -34,7 +34,9 @@ class LimitState:
     count is only looked at. Instants are seconds of the monotonic clock.
     """
 
-    def __init__(self, subject: Subject, shared: SharedLimits, now: float, *, counts: bool = True) -> None:
+    def __init__(
+        self, subject: LimitSubject, shared: SharedLimits, now: float, *, counts: bool = True
+    ) -> None:
         self.subject = subject
         self._shared = shared
         self.slot = slot = shared.open(subject.key, counts=counts)
@@ -44,14 +46,14 @@ class LimitState:
         self.tokens: TokenBucket | None = None
         self.parallel = 0
         self.budget = -1
-        self.dry_run: tuple[Limit, ...] = ()
+        self.dry_run: tuple[LimitName, ...] = ()
         self.shows_requests = self.shows_tokens = False
-        self.access: Access | None = None
+        self.access: AccessPolicy | None = None
         self.read(subject, now)
         if self.share < 1.0 and not full:
             self._empty()
 
-    def read(self, subject: Subject, now: float) -> None:
+    def read(self, subject: LimitSubject, now: float) -> None:
         """Take the limits as they are configured now; what was used of them stays used."""
         access, share, slot = subject.access, self.share, self.slot
         self.subject, self.access, self.dry_run = subject, access, access.dry_run
@@ -59,14 +61,14 @@ class LimitState:
         self.tokens = _bucket(self.tokens, access.tpm_limit, share, slot.seen_tokens_full_at, now)
         self.parallel = access.max_parallel_requests or 0
         self.budget = -1 if access.max_budget is None else round(access.max_budget * NANO)
-        self.shows_requests = self.requests is not None and Limit.REQUESTS not in access.dry_run
-        self.shows_tokens = self.tokens is not None and Limit.TOKENS not in access.dry_run
+        self.shows_requests = self.requests is not None and LimitName.REQUESTS not in access.dry_run
+        self.shows_tokens = self.tokens is not None and LimitName.TOKENS not in access.dry_run
 
-    def reserve(self, tokens: int, nano: int, now: float) -> Held:
+    def reserve(self, tokens: int, nano: int, now: float) -> LimitReservation:
         """Reserve for a request that may use ``tokens`` tokens and ``nano`` nano-units of money."""
         slot, bucket = self.slot, self.tokens
         # More than the limit could never be admitted.
-        held = Held(self, tokens if bucket is None else min(tokens, int(bucket.limit)))
+        held = LimitReservation(self, tokens if bucket is None else min(tokens, int(bucket.limit)))
         slot.requests += held.requests
         slot.tokens += held.tokens
         slot.open += nano
@@ -90,7 +92,7 @@ class LimitState:
         if (bucket := self.tokens) is not None:
             bucket.observe(now, float(slot.d_tokens), float(slot.d_tokens_back))
 
-    def withdraw(self, held: Held, nano: int) -> None:
+    def withdraw(self, held: LimitReservation, nano: int) -> None:
         """The request is refused: nothing of it counts."""
         slot = self.slot
         slot.requests_back += held.requests
@@ -100,7 +102,9 @@ class LimitState:
         self._set_levels()
         self._shared.write(slot)
 
-    def settle(self, held: Held, nano: int, *, tokens: int, spent: int, began: bool, now: float) -> None:
+    def settle(
+        self, held: LimitReservation, nano: int, *, tokens: int, spent: int, began: bool, now: float
+    ) -> None:
         """The request has ended: it used ``tokens`` and ``spent`` money, on a replica if it ``began``."""
         slot = self.slot
         if self._looked_at + FRESH_S < now:
@@ -121,12 +125,12 @@ class LimitState:
         self._set_levels()
         self._shared.write(slot)
 
-    def ignore(self, held: Held, limit: Limit) -> None:
+    def ignore(self, held: LimitReservation, limit: LimitName) -> None:
         """A limit in dry run is exceeded: what it would have refused is not taken from it."""
-        if limit is Limit.REQUESTS:
+        if limit is LimitName.REQUESTS:
             self.slot.requests_back += held.requests
             held.requests = 0
-        elif limit is Limit.TOKENS:
+        elif limit is LimitName.TOKENS:
             self.slot.tokens_back += held.tokens
             held.tokens = 0
         self._shared.write(self.slot)
@@ -136,17 +140,17 @@ class LimitState:
         self._set_levels()
         self._shared.write_levels(self.slot)
 
-    def over(self, held: Held) -> list[tuple[Limit, float]]:
+    def over(self, held: LimitReservation) -> list[tuple[LimitName, float]]:
         """The limits, but for the budget, that the newest request is over, and the wait for each."""
-        found: list[tuple[Limit, float]] = []
+        found: list[tuple[LimitName, float]] = []
         bucket = self.requests
         if bucket is not None and (wait_s := bucket.wait_s(1.0, 1.0)) > 0.0:
-            found.append((Limit.REQUESTS, wait_s))
+            found.append((LimitName.REQUESTS, wait_s))
         bucket = self.tokens
         if bucket is not None and (wait_s := bucket.wait_s(float(held.tokens), float(held.tokens))) > 0.0:
-            found.append((Limit.TOKENS, wait_s))
+            found.append((LimitName.TOKENS, wait_s))
         if self.parallel and self.slot.all_running > max(1, int(self.parallel * self.share)):
-            found.append((Limit.PARALLEL, PARALLEL_WAIT_S))
+            found.append((LimitName.PARALLEL, PARALLEL_WAIT_S))
         return found
 
     def _empty(self) -> None:

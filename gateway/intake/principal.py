@@ -7,7 +7,7 @@ from math import inf
 
 from gateway.intake.shared_limits import subject_key
 from gateway.telemetry.tenant_metrics import TenantCounters
-from policy.config.tenancy import Access, Tenant
+from policy.config.tenancy import AccessPolicy, Tenant
 from policy.hashing import hash_name
 from policy.types import Priority
 
@@ -38,10 +38,10 @@ class TenantAccount:
         self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
 
 
-class Subject:
+class LimitSubject:
     """Whom limits are of: a tenant, or a key (``is_key``). ``key`` is the hash that they are counted by."""
 
-    def __init__(self, name: str, access: Access, *, is_key: bool) -> None:
+    def __init__(self, name: str, access: AccessPolicy, *, is_key: bool) -> None:
         self.name = name
         self.key = subject_key(name, is_key=is_key)
         self.access = access
@@ -62,7 +62,7 @@ class Principal:
         self,
         account: TenantAccount,
         key_id: str = "",
-        access: tuple[Access, ...] = (),
+        access: tuple[AccessPolicy, ...] = (),
         expires: float = inf,
     ) -> None:
         self.account = account
@@ -75,11 +75,11 @@ class Principal:
         self.max_tokens = min(
             (each.max_tokens for each in access if each.max_tokens is not None), default=None
         )
-        self.limited: tuple[Subject, ...] = ()
+        self.limited: tuple[LimitSubject, ...] = ()
         if access:
             named = zip(access, (account.name, key_id), (False, True), strict=True)
             self.limited = tuple(
-                [Subject(name, each, is_key=is_key) for each, name, is_key in named if _is_limited(each)]
+                [LimitSubject(name, each, is_key=is_key) for each, name, is_key in named if _is_limited(each)]
             )
 
     def may_use(self, model: str, adapter: str = "") -> bool:
@@ -90,7 +90,7 @@ class Principal:
         return not adapter or allowed is None or adapter in allowed or f"{model}:{adapter}" in allowed
 
 
-def _is_limited(access: Access) -> bool:
+def _is_limited(access: AccessPolicy) -> bool:
     """Whether any limit is set."""
     limits = (access.rpm_limit, access.tpm_limit, access.max_parallel_requests, access.max_budget)
     return any(limit is not None for limit in limits)

@@ -19,11 +19,11 @@ from gateway.intake.limit_headers import (
     duration,
     rate_limit_headers,
 )
-from gateway.intake.limit_state import NANO, Held, LimitState
-from gateway.intake.principal import Principal, Subject
+from gateway.intake.limit_state import NANO, LimitReservation, LimitState
+from gateway.intake.principal import LimitSubject, Principal
 from gateway.intake.shared_limits import SharedLimits
 from gateway.protocol.errors import MAX_RETRY_AFTER_S, Refused
-from policy.config.tenancy import Limit
+from policy.config.tenancy import LimitName
 from policy.errors import Refusal
 from policy.tenancy.token_bucket import PERIOD_S, TokenBucket
 
@@ -37,14 +37,14 @@ LOOKS_S: Final = 0.002
 DESCRIBED_A_TURN: Final = 64
 
 
-class Reservation:
+class RequestReservation:
     """What a request has reserved. ``headers`` show the tighter of the limits of its key and its tenant."""
 
     def __init__(self, clock: Callable[[], float], nano: int) -> None:
         self._clock = clock
         self._nano = nano
         self._settled = False
-        self.held: list[Held] = []
+        self.held: list[LimitReservation] = []
         self.headers: Headers = []
 
     def settle(self, tokens: int, nano: int, *, began: bool) -> None:
@@ -76,13 +76,13 @@ class RateLimiter:
         self._spent_before: dict[int, tuple[float, int]] = {}
         self._due: list[LimitState] = []
 
-    def admit(self, principal: Principal, tokens: int, nano: int) -> Reservation:
+    def admit(self, principal: Principal, tokens: int, nano: int) -> RequestReservation:
         """Reserve for a request that may use ``tokens`` tokens and ``nano`` nano-units of money.
 
         Raises :class:`gateway.protocol.errors.Refused` with the limit that it is over.
         """
         now = self._clock()
-        reservation = Reservation(self._clock, nano)
+        reservation = RequestReservation(self._clock, nano)
         holds = reservation.held
         for subject in principal.limited:
             holds.append(self._state(subject, now).reserve(tokens, nano, now))
@@ -153,13 +153,13 @@ class RateLimiter:
                 await asyncio.sleep(0)
         return described
 
-    def describe(self, subject: Subject) -> dict[str, Any]:
+    def describe(self, subject: LimitSubject) -> dict[str, Any]:
         """How much of its limits a tenant or key uses on this host, by the limit."""
         now = self._clock()
         state = self._states.get(subject.key) or LimitState(subject, self._shared, now, counts=False)
         state.look(now)
         share, found = state.share, dict[str, dict[str, Any]]()
-        for limit, bucket in ((Limit.REQUESTS, state.requests), (Limit.TOKENS, state.tokens)):
+        for limit, bucket in ((LimitName.REQUESTS, state.requests), (LimitName.TOKENS, state.tokens)):
             if bucket is not None:
                 found[limit] = {
                     "limit": int(bucket.limit),
@@ -167,14 +167,14 @@ class RateLimiter:
                     "share": share,
                 }
         if state.parallel:
-            found[Limit.PARALLEL] = {
+            found[LimitName.PARALLEL] = {
                 "limit": state.parallel,
                 "running": state.slot.all_running,
                 "share": share,
             }
         if state.budget >= 0:
             spent, wait_s = self._spent(state)
-            found[Limit.BUDGET] = {
+            found[LimitName.BUDGET] = {
                 "limit": state.budget / NANO,
                 "spent": spent / NANO,
                 "period_ends_in_s": None if wait_s == inf else wait_s,
@@ -183,7 +183,7 @@ class RateLimiter:
             entry["dry_run"] = name in state.dry_run
         return found
 
-    def _state(self, subject: Subject, now: float) -> LimitState:
+    def _state(self, subject: LimitSubject, now: float) -> LimitState:
         state = self._states.get(subject.key)
         if state is None or self._is_forgotten(state, now):
             state = self._states[subject.key] = LimitState(subject, self._shared, now)
@@ -196,14 +196,14 @@ class RateLimiter:
             return True
         return not self._shared.holds(state.slot)
 
-    def _over(self, held: Held, nano: int) -> list[tuple[Limit, float]]:
+    def _over(self, held: LimitReservation, nano: int) -> list[tuple[LimitName, float]]:
         """The limits that the newest request is over, and how long each has to be waited for."""
         state = held.state
         found = state.over(held)
         if state.budget >= 0:
             spent, wait_s = self._spent(state)
             if spent + state.slot.all_open - nano >= state.budget:
-                found.append((Limit.BUDGET, wait_s))
+                found.append((LimitName.BUDGET, wait_s))
         return found
 
     def _spent(self, state: LimitState) -> tuple[int, float]:
@@ -223,7 +223,7 @@ class RateLimiter:
             before = self._spent_before[key] = end, spent
         return spent - before[1], inf
 
-    def _headers(self, holds: list[Held], withdrawn: bool) -> Headers:
+    def _headers(self, holds: list[LimitReservation], withdrawn: bool) -> Headers:
         """The headers of the tightest enforced limit of each kind."""
         requests: TokenBucket | None = None
         tokens: TokenBucket | None = None
@@ -248,7 +248,7 @@ class RateLimiter:
         return found
 
 
-def refusal(subject: Subject, limit: Limit, wait_s: float) -> Refused:
+def refusal(subject: LimitSubject, limit: LimitName, wait_s: float) -> Refused:
     """The refusal of a request that is over ``limit``."""
     whose = f"API key '{subject.name}'" if subject.is_key else f"tenant '{subject.name}'"
     value = getattr(subject.access, limit.value)
@@ -263,8 +263,8 @@ def refusal(subject: Subject, limit: Limit, wait_s: float) -> Refused:
 
 
 _WORDS: Final = {
-    Limit.REQUESTS: "{} requests per minute",
-    Limit.TOKENS: "{} tokens per minute",
-    Limit.PARALLEL: "{} requests at a time",
-    Limit.BUDGET: "{:g}, and it is spent",
+    LimitName.REQUESTS: "{} requests per minute",
+    LimitName.TOKENS: "{} tokens per minute",
+    LimitName.PARALLEL: "{} requests at a time",
+    LimitName.BUDGET: "{:g}, and it is spent",
 }

@@ -8,13 +8,13 @@ from typing import Final
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal
-from gateway.protocol.body import Body
-from gateway.protocol.canonical_prompt import rendered_prompt
+from gateway.protocol.body import RequestBody
+from gateway.protocol.canonical_prompt import canonical_prompt
 from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
 from gateway.protocol.prompt_features import NOTHING, adapter_key, limit_of, seed_of
 from gateway.protocol.validation.engine_work_limits import wants_prompt_logprobs
-from gateway.request_context import Call
+from gateway.request_context import RequestContext
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.model_routers import ModelRouters
 from policy.errors import Refusal
@@ -36,7 +36,7 @@ class RequestResolver:
         self._clock = asyncio.get_running_loop().time
 
     def take(
-        self, call: Call, principal: Principal, body: Body, raw: bytes, *, patience_s: float
+        self, call: RequestContext, principal: Principal, body: RequestBody, raw: bytes, *, patience_s: float
     ) -> tuple[ServedModel, Request]:
         """The model that serves ``call``, and the request as admission and routing see it.
 
@@ -57,7 +57,7 @@ class RequestResolver:
             pools = served.runner is _POOLING
             prompt = self.routers.densities[name].read(
                 0 if pools else seed_of(name, adapter, tenant),
-                rendered_prompt(body, route, raw),
+                canonical_prompt(body, route, raw),
                 1 if pools else limit_of(body),
                 body.choices,
             )
@@ -83,7 +83,7 @@ class RequestResolver:
         )
 
     def _resolve(
-        self, call: Call, name: str, principal: Principal, session: bytes | None
+        self, call: RequestContext, name: str, principal: Principal, session: bytes | None
     ) -> tuple[ServedModel, str]:
         """The model that a call names, and the adapter if it names one, as its replicas call it."""
         served, adapter, route = self.fleet.get(name), "", call.route
@@ -99,7 +99,7 @@ class RequestResolver:
         return served, adapter
 
     def _adapter(
-        self, call: Call, name: str, principal: Principal, session: bytes | None
+        self, call: RequestContext, name: str, principal: Principal, session: bytes | None
     ) -> tuple[ServedModel, str]:
         """The adapter; one that the client may not see is answered exactly like one that does not exist."""
         adapter = self.catalog.resolve(name, principal, session)
@@ -114,7 +114,7 @@ class RequestResolver:
         raise unknown(name)
 
 
-def _check_echo(served: ServedModel, body: Body) -> None:
+def _check_echo(served: ServedModel, body: RequestBody) -> None:
     """Refuse what ends a vLLM with adapters (:func:`serve.engine.vllm.check`), of servers of others."""
     if wants_prompt_logprobs(body.members) and served.listed:
         message = (

@@ -15,11 +15,11 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from gateway.routing.mapped_rows import HEADER, OWN, ROWS, MappedRows, Table
+from gateway.routing.mapped_rows import HEADER, OWN, ROWS, MappedRows, TableLayout
 from policy.hashing import hash_name
 from store.os_process import boot_key
 
-# The words of a slot: its key, then the counts of :class:`Counts` in their order.
+# The words of a slot: its key, then the counts of :class:`LimitState` in their order.
 _WORDS: Final = struct.Struct("12q")
 _COUNTS: Final = struct.Struct("11q")
 _RUNNING: Final = 5
@@ -39,7 +39,7 @@ _ACCESS = OWN
 # In that of the accounting process: how many hosts there are, and until when the database is known to answer.
 _HOSTS, _ANSWERS_UNTIL = OWN, OWN + 1
 
-_SLOTS = Table(at=0, slots=16_384, counts=11)
+_SLOTS = TableLayout(at=0, slots=16_384, counts=11)
 ACCOUNTING = ROWS
 # A lease in one word: parts per million of the limit, whether they begin with a full bucket, and the
 # millisecond until which they hold.
@@ -50,7 +50,7 @@ _MASK: Final = (1 << 64) - 1
 _DAY_NS: Final = 86_400_000_000_000
 
 
-class Place:
+class PeerLimitSlot:
     """Another row's slot of one tenant or key, and its counts as they were read last."""
 
     def __init__(self, at: int, row: int) -> None:
@@ -60,7 +60,7 @@ class Place:
         self.requests = self.requests_back = self.tokens = self.tokens_back = 0
 
 
-class Slot:
+class LimitSlot:
     """One tenant or key as this process sees it.
 
     Its own counts: requests and tokens reserved and refunded, since ever; requests that run; nano-units of
@@ -76,7 +76,7 @@ class Slot:
         self.running = self.spent = self.open = self.asked = self.asked_at = 0
         self.requests_full_at = self.tokens_full_at = 0
         self.accounting = -1
-        self.places: list[Place] = []
+        self.places: list[PeerLimitSlot] = []
         self.version = -1
         self.d_requests = self.d_requests_back = self.d_tokens = self.d_tokens_back = 0
         self.all_running = self.all_spent = self.all_open = 0
@@ -148,9 +148,9 @@ class SharedLimits:
             self._rows.beat()
             self._follow()
 
-    def open(self, key: int, *, counts: bool) -> Slot:
+    def open(self, key: int, *, counts: bool) -> LimitSlot:
         """The slot of a tenant or key, which this process counts from now on if it ``counts``."""
-        slot = Slot(key)
+        slot = LimitSlot(key)
         slot.at = self._mine.get(key, 0)
         if counts and not slot.at:
             slot.at = self._claim(key)
@@ -165,7 +165,7 @@ class SharedLimits:
         slot.seen_tokens_full_at = max(slot.seen_tokens_full_at, slot.tokens_full_at)
         return slot
 
-    def write(self, slot: Slot) -> None:
+    def write(self, slot: LimitSlot) -> None:
         """Show the slot's counts to the others; nothing where :meth:`holds` is not so any more."""
         if self._words[slot.at] == slot.key:
             _COUNTS.pack_into(
@@ -174,16 +174,16 @@ class SharedLimits:
                 slot.open, slot.asked, slot.asked_at, slot.requests_full_at, slot.tokens_full_at,
             )  # fmt: skip
 
-    def write_levels(self, slot: Slot) -> None:
+    def write_levels(self, slot: LimitSlot) -> None:
         """Show when the slot's buckets are full."""
         self.counts[slot.at + _REQUESTS_FULL_AT] = slot.requests_full_at
         self.counts[slot.at + _TOKENS_FULL_AT] = slot.tokens_full_at
 
-    def holds(self, slot: Slot) -> bool:
+    def holds(self, slot: LimitSlot) -> bool:
         """Whether the slot is still its key's: where over some 10,000 are in use, the least used give way."""
         return self._words[slot.at] == slot.key
 
-    def look(self, slot: Slot) -> None:
+    def look(self, slot: LimitSlot) -> None:
         """Take all rows' counts, and what they grew by since the last time."""
         if self._rows.has_news:
             self._follow()
@@ -193,7 +193,7 @@ class SharedLimits:
         for place in slot.places:
             self._read(place, slot)
 
-    def lease(self, slot: Slot, now: float) -> tuple[float, bool]:
+    def lease(self, slot: LimitSlot, now: float) -> tuple[float, bool]:
         """The share of its limits that this host has, and whether that begins with full buckets.
 
         All of it where there is no other host; 0 if there are others and it has no lease. While the database
@@ -211,7 +211,7 @@ class SharedLimits:
                 return (lease & (1 << _PPM_BITS) - 1) / _PPM, bool(lease >> _PPM_BITS & 1)
         return (0.0 if words[head + _ANSWERS_UNTIL] > now * 1e9 else 1.0 / hosts), False
 
-    def spent_elsewhere(self, slot: Slot) -> tuple[int, float] | None:
+    def spent_elsewhere(self, slot: LimitSlot) -> tuple[int, float] | None:
         """What the ledger knows beyond this host's counts, and the end of its period; ``None``: nothing.
 
         The sum of the rows' ``spent`` and this is what was spent in the period; this may be negative.
@@ -341,7 +341,7 @@ class SharedLimits:
                     self._changed_in[row] = self._version
             self._keys_versions = found
 
-    def _find(self, slot: Slot) -> None:
+    def _find(self, slot: LimitSlot) -> None:
         """Where other rows count the slot's key. Those found for the first time began after the last look.
 
         Rows that have the keys of the last time are not searched again: there may be hundreds.
@@ -354,13 +354,13 @@ class SharedLimits:
             if row == ACCOUNTING:
                 slot.accounting = at
             elif at > 0:
-                places.append(known.get(at) or Place(at, row))
+                places.append(known.get(at) or PeerLimitSlot(at, row))
         for place in places:
             place.lives = place.row in self._living
         slot.places = places
         slot.version = self._version
 
-    def _read(self, place: Place, slot: Slot) -> None:
+    def _read(self, place: PeerLimitSlot, slot: LimitSlot) -> None:
         """Add what a place has grown by; one that another key has taken counts nothing."""
         (
             key, requests, requests_back, tokens, tokens_back, running, spent, open_, _, _,

@@ -18,10 +18,10 @@ from typing import Final
 
 import msgspec
 
-from gateway.intake.rate_limiter import Reservation
-from gateway.protocol.usage import Usage
-from gateway.request_context import Call
-from gateway.telemetry.structured_log import Log
+from gateway.intake.rate_limiter import RequestReservation
+from gateway.protocol.usage import TokenUsage
+from gateway.request_context import RequestContext
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import Deployment
 from policy.request import Request
 from policy.tenancy.price import FREE, TokenRates, rates_of
@@ -56,7 +56,7 @@ RETRY_S: Final = 1.0
 MOST_TOKENS: Final = 1 << 28
 
 
-class Segment:
+class JournalSegment:
     """A file of this process; raises :class:`OSError` if it cannot be made.
 
     ``used`` slots were taken, ``unfinished`` of them are not done. All of its room is allocated: on a full
@@ -121,12 +121,12 @@ class Segment:
 class UsageJournal:
     """The segments of one worker. ``unrecorded`` counts requests that found no room."""
 
-    def __init__(self, directory: Path, log: Log, slots: int = SLOTS) -> None:
+    def __init__(self, directory: Path, log: StructuredLog, slots: int = SLOTS) -> None:
         self._directory = own_directory(directory)
         self._log = log
         self._slots = slots
-        self._segment: Segment | None = None
-        self._next: Segment | None = None
+        self._segment: JournalSegment | None = None
+        self._next: JournalSegment | None = None
         self._retry_at = 0.0
         self._rates: dict[str, TokenRates] = {}
         self._batch_rates: dict[str, TokenRates] = {}
@@ -138,14 +138,14 @@ class UsageJournal:
         self._rates = {name: rates_of(price) for name, price in prices.items()}
         self._batch_rates = {name: rates_of(price, batch=True) for name, price in prices.items()}
 
-    def charge(self, call: Call, tenant: str, key: str, request: Request) -> Charge:
+    def charge(self, call: RequestContext, tenant: str, key: str, request: Request) -> UsageCharge:
         """The charge of ``call``, which is ``request`` to the fleet, for a tenant and its key."""
         model = request.model
         adapter = request.adapter if call.adapter is None else call.adapter.name
         rates = self._batch_rates if request.priority is _BATCH else self._rates
-        return Charge(self, tenant, key, model, adapter, rates.get(model, FREE), request.prompt_tokens)
+        return UsageCharge(self, tenant, key, model, adapter, rates.get(model, FREE), request.prompt_tokens)
 
-    def take(self, charge: Charge) -> bool:
+    def take(self, charge: UsageCharge) -> bool:
         """Open a slot for ``charge``; whether there was one."""
         at = time()
         segment = self._segment
@@ -167,7 +167,7 @@ class UsageJournal:
         charge.at_ms = int(at * 1000)
         return True
 
-    def finished(self, segment: Segment) -> None:
+    def finished(self, segment: JournalSegment) -> None:
         """A slot of ``segment`` is done."""
         segment.unfinished -= 1
         if segment.unfinished == 0 and segment is not self._segment:
@@ -176,7 +176,7 @@ class UsageJournal:
     def prepare(self) -> None:
         """Make the next segment if the current one is half used; in a thread."""
         if self._wants_next():
-            self._next = Segment(self._directory, self._slots)
+            self._next = JournalSegment(self._directory, self._slots)
 
     def _wants_next(self) -> bool:
         segment = self._segment
@@ -200,13 +200,13 @@ class UsageJournal:
                 segment.close()
         self._segment = self._next = None
 
-    def _following(self, former: Segment | None, at: float) -> Segment:
+    def _following(self, former: JournalSegment | None, at: float) -> JournalSegment:
         """The segment after ``former``, which is full; raises ``OSError``, a while after an error at once."""
         following, self._next = self._next, None
         if following is None:
             if at < self._retry_at:
                 raise OSError("no segment could be made a moment ago")
-            following = Segment(self._directory, self._slots)
+            following = JournalSegment(self._directory, self._slots)
         self._segment = following
         if former is not None and former.unfinished == 0:
             former.close()
@@ -219,7 +219,7 @@ class UsageJournal:
             self._log.error("usage_unrecorded", cause=error, requests=self.unrecorded)
 
 
-class Charge:
+class UsageCharge:
     """What the tenant of one call is charged for: tokens by :attr:`rates`, each call once.
 
     ``prompt`` is an estimate until the engine reports. Nothing is charged before :meth:`begin`, which is
@@ -242,8 +242,8 @@ class Charge:
         self.cached = self.output = 0
         self._events = self._reported_at = 0
         self.begun = self.ended = self.estimated = False
-        self.reservation: Reservation | None = None
-        self.segment: Segment | None = None
+        self.reservation: RequestReservation | None = None
+        self.segment: JournalSegment | None = None
         self.words: memoryview | None = None
         self.place = 0
         self.state = 0
@@ -267,7 +267,7 @@ class Charge:
         if words is not None:
             words[self.place + EVENTS] = events
 
-    def report(self, usage: Usage, events: int) -> None:
+    def report(self, usage: TokenUsage, events: int) -> None:
         """Record the ``usage`` that the engine reported within a stream, with event number ``events``."""
         self._count(usage)
         self._reported_at = min(events, self._events)
@@ -276,7 +276,7 @@ class Charge:
             words[self.place + PROMPT] = self.prompt | self.cached << HALF
             words[self.place + OUTPUT] = self.output | self._reported_at << HALF
 
-    def end(self, usage: Usage | None) -> None:
+    def end(self, usage: TokenUsage | None) -> None:
         """The answer has ended: with this ``usage``, or cut short, so that what was relayed counts.
 
         Called before the last bytes are sent; does nothing where no part of an answer was.
@@ -312,7 +312,7 @@ class Charge:
         self.words = self.segment = None
         self._journal.finished(segment)
 
-    def _count(self, usage: Usage) -> None:
+    def _count(self, usage: TokenUsage) -> None:
         if usage.exact or usage.prompt > 0:
             self.prompt = _bounded(usage.prompt)
         self.cached = min(_bounded(usage.cached), self.prompt)

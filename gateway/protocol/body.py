@@ -10,19 +10,19 @@ from msgspec import Raw
 
 from gateway.protocol import json_decoders
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import BODY, ITEMS, MEMBERS, RAW_FIELDS, SCALARS, Body
+from gateway.protocol.json_decoders import BODY, ITEMS, MEMBERS, RAW_FIELDS, SCALARS, RequestBody
 from gateway.protocol.json_structure import (
     MAX_DEPTH,
     MAX_GAP_BYTES,
     BoundExceeded,
-    Member,
+    JsonMember,
     PieceReader,
     StructureScan,
     depth_exceeds,
     lacks_members,
     name_of,
 )
-from gateway.protocol.paths import Route
+from gateway.protocol.paths import ProxyRoute
 from gateway.protocol.validation.engine_work_limits import (
     CHECKS,
     INPUTS,
@@ -43,7 +43,7 @@ from gateway.protocol.validation.forwarded_fields import KNOWN, STEERING
 from gateway.protocol.validation.media import HOLDS_MEDIA, WALKED, MediaCheck
 from policy.errors import Refusal
 
-__all__ = ["AcceptedBody", "Body", "BodyRules", "accept", "accept_large", "read", "read_large"]
+__all__ = ["AcceptedBody", "BodyRules", "RequestBody", "accept", "accept_large", "read", "read_large"]
 
 # Up to this size a body is decoded at once, in 3 ms at most; a larger one is read in pieces.
 MAX_DECODED: Final = 256 * 1024
@@ -96,13 +96,13 @@ class AcceptedBody:
 
     __slots__ = ("body", "dropped", "raw")
 
-    def __init__(self, body: Body, raw: bytes, dropped: list[str]) -> None:
+    def __init__(self, body: RequestBody, raw: bytes, dropped: list[str]) -> None:
         self.body = body
         self.raw = raw
         self.dropped = dropped
 
 
-def accept(raw: bytes, route: Route, rules: BodyRules) -> AcceptedBody:
+def accept(raw: bytes, route: ProxyRoute, rules: BodyRules) -> AcceptedBody:
     """Decode and check the body of a request, of at most :data:`MAX_DECODED` bytes.
 
     Raises ``Refused`` naming the parameter.
@@ -146,7 +146,7 @@ def accept(raw: bytes, route: Route, rules: BodyRules) -> AcceptedBody:
     return AcceptedBody(body, raw, dropped)
 
 
-async def accept_large(raw: bytes, route: Route, rules: BodyRules, pieces: PieceReader) -> AcceptedBody:
+async def accept_large(raw: bytes, route: ProxyRoute, rules: BodyRules, pieces: PieceReader) -> AcceptedBody:
     """As :func:`accept`, of a body of any size, which is read in pieces."""
     path = route.path
     spans, dropped = await _spans(raw, pieces), []
@@ -175,14 +175,14 @@ async def accept_large(raw: bytes, route: Route, rules: BodyRules, pieces: Piece
     return AcceptedBody(body, raw, dropped)
 
 
-def read(raw: bytes) -> Body:
+def read(raw: bytes) -> RequestBody:
     """Decode at most :data:`MAX_DECODED` bytes, and check their fields, of any route."""
     fields = _fields_of(raw)
     _check_depth(raw)
     return _body_of(fields, _ALL_USES, raw)
 
 
-async def read_large(raw: bytes, pieces: PieceReader) -> Body:
+async def read_large(raw: bytes, pieces: PieceReader) -> RequestBody:
     """As :func:`read`, of a body of any size, which is read in pieces."""
     return _large_body(raw, await _spans(raw, pieces), _ALL_USES)
 
@@ -204,7 +204,7 @@ def _check_depth(raw: bytes) -> None:
         raise _too_deep()
 
 
-def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Body:
+def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> RequestBody:
     """The body ``raw`` with these ``fields``, which are checked."""
     if len(raw) > MAX_FIELD:
         check_schemas({name: fields[name] for name in SCHEMAS if name in fields and uses.get(name) == _CHECK})
@@ -236,7 +236,7 @@ def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Body:
     return body
 
 
-def _long_body(fields: dict[str, Raw], uses: dict[str, int]) -> Body:
+def _long_body(fields: dict[str, Raw], uses: dict[str, int]) -> RequestBody:
     """The body of these ``fields``, without reading long ones again."""
     decided = [name for name in fields if uses.get(name) == _DECIDE]
     scalars: list[bytes] = []
@@ -258,7 +258,7 @@ def _check_field(name: str, value: Raw) -> None:
         raise _not_json(error) from None
 
 
-async def _spans(raw: bytes, pieces: PieceReader) -> dict[str, Member]:
+async def _spans(raw: bytes, pieces: PieceReader) -> dict[str, JsonMember]:
     """Where each member of a body is; of equal names the last counts."""
     if not _OBJECT.match(raw, 0, MAX_GAP_BYTES):
         raise Refused(Refusal.BAD_REQUEST, "The body is not a JSON object.")
@@ -271,7 +271,7 @@ async def _spans(raw: bytes, pieces: PieceReader) -> dict[str, Member]:
     return {name_of(member.name): member for member in members}
 
 
-def _large_body(raw: bytes, spans: dict[str, Member], uses: dict[str, int]) -> Body:
+def _large_body(raw: bytes, spans: dict[str, JsonMember], uses: dict[str, int]) -> RequestBody:
     text = memoryview(raw)
     fields = {name: Raw(text[member.begin : member.end]) for name, member in spans.items()}
     body = _body_of(fields, uses, raw)
@@ -280,11 +280,13 @@ def _large_body(raw: bytes, spans: dict[str, Member], uses: dict[str, int]) -> B
     return body
 
 
-def _without(raw: bytes, spans: dict[str, Member], dropped: list[str]) -> tuple[bytes, dict[str, Member]]:
+def _without(
+    raw: bytes, spans: dict[str, JsonMember], dropped: list[str]
+) -> tuple[bytes, dict[str, JsonMember]]:
     """``raw`` and its ``spans`` without those ``dropped``, and without members that others override."""
     text, at = memoryview(raw), 0
     parts: list[bytes | memoryview] = []
-    kept: dict[str, Member] = {}
+    kept: dict[str, JsonMember] = {}
     left_out = set(dropped)
     for name, span in spans.items():
         if name not in left_out:
@@ -292,11 +294,11 @@ def _without(raw: bytes, spans: dict[str, Member], dropped: list[str]) -> tuple[
             parts += [before, text[span.begin : span.end]]
             begin = at + len(before)
             at = begin + span.end - span.begin
-            kept[name] = Member(span.name, begin, at, span.items)
+            kept[name] = JsonMember(span.name, begin, at, span.items)
     return b"".join([*parts, b"}" if kept else b"{}"]), kept
 
 
-def _inputs_at(raw: bytes, span: Member) -> int:
+def _inputs_at(raw: bytes, span: JsonMember) -> int:
     """As :func:`inputs_of`, of the value at ``span``."""
     return span.items if span.items and first_item(raw, span.begin) in b'["{' else 1
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from gateway.protocol.body import MAX_DECODED, MAX_MEMBERS, Body
+from gateway.protocol.body import MAX_DECODED, MAX_MEMBERS, RequestBody
 from gateway.protocol.json_structure import MAX_DEPTH, PieceReader, StructureScan
-from gateway.protocol.paths import Route
+from gateway.protocol.paths import ProxyRoute
 from policy.admission.dynamic_batching import apportion
-from policy.config.deployment import Coalesce
+from policy.config.deployment import CoalesceConfig
 
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw])
 _items_of: Final = msgspec.json.Decoder(list[Raw])
@@ -49,7 +49,13 @@ class SubRequest:
 
 
 def sub_request_of(
-    route: Route, body: Body, raw: bytes, tenant: str, bounds: Coalesce, *, adapter: str = ""
+    route: ProxyRoute,
+    body: RequestBody,
+    raw: bytes,
+    tenant: str,
+    bounds: CoalesceConfig,
+    *,
+    adapter: str = "",
 ) -> SubRequest | None:
     """The inputs of ``raw`` that can share a call, or ``None`` if it cannot share one.
 

@@ -15,11 +15,11 @@ from typing import Final
 from msgspec import Raw
 
 from gateway.protocol import json_decoders
-from gateway.protocol.body import Body
-from gateway.protocol.paths import Api, Route
+from gateway.protocol.body import RequestBody
+from gateway.protocol.paths import ApiDialect, ProxyRoute
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
-_MESSAGES: Final = Api.MESSAGES
+_MESSAGES: Final = ApiDialect.MESSAGES
 
 # Constants are read faster than names of other modules, in machine code.
 ABSENT: Final = json_decoders.ABSENT
@@ -70,7 +70,7 @@ _CONVERSATIONS: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/
 Span = tuple[int, int]
 
 
-class RenderedPrompt:
+class CanonicalPrompt:
     """An engine reads ``parts`` in this order.
 
     ``ends`` are lengths of beginnings of all parts together, ascending, at which a message ends: what the
@@ -94,10 +94,10 @@ class RenderedPrompt:
         self.first_turn = first_turn
 
 
-def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
+def canonical_prompt(body: RequestBody, route: ProxyRoute, raw: bytes) -> CanonicalPrompt:
     """The prompt of ``body``, read from ``raw``: tools, system prompt, and the field that the route names."""
     if route.prompt is None:
-        return RenderedPrompt([memoryview(raw)])
+        return CanonicalPrompt([memoryview(raw)])
     # Most of a body's fields are absent, and to look for a member is cheaper than to read an attribute.
     members = body.members
     has_tools = "tools" in members and body.tools is not ABSENT
@@ -110,10 +110,10 @@ def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
             parts += [view] if cut is None else _kept(view, [cut])
     prompt: Raw = getattr(body, route.prompt)
     if prompt is ABSENT:
-        return RenderedPrompt(parts)
+        return CanonicalPrompt(parts)
     view = memoryview(prompt)
     if route.path not in _CONVERSATIONS or view[0] != _OPEN:
-        return RenderedPrompt([*parts, view])
+        return CanonicalPrompt([*parts, view])
     begin = bytes(view[: FIRST_BYTES if has_tools else FIRST_BYTES_WITHOUT_TOOLS])
     is_conversation = has_tools or begin.find(_ANSWER) >= 0  # twice as fast as "in"
     cuts: list[Span] = []
@@ -125,18 +125,18 @@ def rendered_prompt(body: Body, route: Route, raw: bytes) -> RenderedPrompt:
         if cut is not None and _IN_SYSTEM.match(begin, 0, cut[0] - 1) is not None:
             cuts.append(cut)
         elif not is_conversation:
-            return RenderedPrompt([*parts, view])
+            return CanonicalPrompt([*parts, view])
         found = _ends(view, cuts, MAX_ENDS) if has_tools else []
     head = sum(map(len, parts))
     parts += _kept(view, cuts) if cuts else [view]
     ends = [head + end - _cut_before(cuts, end) for end in found]
     first, turn = _first_turn(view, begin, cuts, has_tools=has_tools) if is_conversation else (0, [])
     if not turn:
-        return RenderedPrompt(parts, tuple(ends))
+        return CanonicalPrompt(parts, tuple(ends))
     start = head + first - _cut_before(cuts, first)
     if ends and start < ends[0]:
         ends.insert(0, start)
-    return RenderedPrompt(parts, tuple(ends), start, tuple(turn))
+    return CanonicalPrompt(parts, tuple(ends), start, tuple(turn))
 
 
 def _header(begin: bytes, *, blocks: bool = False) -> Span | None:

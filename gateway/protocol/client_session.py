@@ -12,7 +12,7 @@ import xxhash
 from msgspec import Raw
 
 from gateway.protocol import json_decoders
-from gateway.protocol.body import Body
+from gateway.protocol.body import RequestBody
 from gateway.protocol.json_decoders import METADATA, USER
 
 # Constants are read faster than names of other modules, in machine code.
@@ -41,7 +41,7 @@ MAX_METADATA: Final = 4096
 _SESSION: Final = "_session_"
 
 
-class Scope(Enum):
+class SessionScope(Enum):
     """What an id stands for: one conversation, an agent with its subagents, or an application."""
 
     CONVERSATION = 0
@@ -49,18 +49,18 @@ class Scope(Enum):
     APPLICATION = 2
 
 
-class GivenSession(NamedTuple):
+class ClientSession(NamedTuple):
     """An id that a client sent."""
 
     id: bytes
-    scope: Scope
+    scope: SessionScope
 
     @property
     def of_one_user(self) -> bool:
-        return self.scope is not Scope.APPLICATION
+        return self.scope is not SessionScope.APPLICATION
 
 
-def given_session(headers: Mapping[bytes, bytes], body: Body) -> GivenSession | None:
+def given_session(headers: Mapping[bytes, bytes], body: RequestBody) -> ClientSession | None:
     """The id of a session, from the most specific header or field that has a valid one.
 
     ``user`` and ``safety_identifier`` name a person, who has several conversations: they are no sessions.
@@ -68,18 +68,18 @@ def given_session(headers: Mapping[bytes, bytes], body: Body) -> GivenSession | 
     if not _NAMES.isdisjoint(headers):
         for name in CONVERSATION_HEADERS:
             if (value := headers.get(name)) is not None and _ID.fullmatch(value):
-                return GivenSession(value, Scope.CONVERSATION)
+                return ClientSession(value, SessionScope.CONVERSATION)
         for name in RUN_HEADERS:
             if (value := headers.get(name)) is not None and _ID.fullmatch(value):
-                return GivenSession(value, Scope.RUN)
+                return ClientSession(value, SessionScope.RUN)
     if body.metadata is not ABSENT and (value := _of_metadata(body.metadata)) is not None:
-        return GivenSession(value, Scope.RUN)
+        return ClientSession(value, SessionScope.RUN)
     if body.prompt_cache_key is not ABSENT and (value := _text(body.prompt_cache_key)) is not None:
-        return GivenSession(value, Scope.APPLICATION)
+        return ClientSession(value, SessionScope.APPLICATION)
     return None
 
 
-def session_key(tenant: int, given: GivenSession | None, opening: int) -> int:
+def session_key(tenant: int, given: ClientSession | None, opening: int) -> int:
     """The session of a request, 0 without one; different for different tenants.
 
     ``opening`` is the hash of the conversation's begin, 0 if it is none. A run's subagents have conversations
@@ -88,7 +88,7 @@ def session_key(tenant: int, given: GivenSession | None, opening: int) -> int:
     """
     if given is None:
         return opening
-    seed = tenant if given.scope is Scope.CONVERSATION else tenant ^ opening
+    seed = tenant if given.scope is SessionScope.CONVERSATION else tenant ^ opening
     return xxhash.xxh3_64_intdigest(given.id, seed=seed)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway.protocol.paths import Api, Route
+from gateway.protocol.paths import ApiDialect, ProxyRoute
 from policy.errors import Refusal, TidegateError
 
 # Of a message, in bytes of JSON: an error takes 4 KiB at most, also where it has the message twice.
@@ -21,7 +21,7 @@ MAX_ERROR_BYTES: Final = 64 * 1024
 MAX_RETRY_AFTER_S: Final = 120
 
 
-class Answer(NamedTuple):
+class RefusalResponse(NamedTuple):
     """Status, OpenAI's ``type`` and ``code``, and the seconds after which a retry makes sense."""
 
     status: int
@@ -30,33 +30,33 @@ class Answer(NamedTuple):
     retry_after_s: int | None = None
 
 
-TABLE: dict[Refusal, Answer] = {
-    Refusal.BAD_REQUEST: Answer(400, "invalid_request_error", None),
-    Refusal.UNSUPPORTED: Answer(400, "invalid_request_error", "unsupported"),
-    Refusal.ADAPTER_FAILED: Answer(400, "invalid_request_error", "adapter_failed"),
-    Refusal.UNAUTHORIZED: Answer(401, "authentication_error", "invalid_api_key"),
-    Refusal.UNKNOWN_MODEL: Answer(404, "invalid_request_error", "model_not_found"),
-    Refusal.NOT_FOUND: Answer(404, "invalid_request_error", "not_found"),
-    Refusal.METHOD_NOT_ALLOWED: Answer(405, "invalid_request_error", "method_not_allowed"),
-    Refusal.TOO_SLOW: Answer(408, "invalid_request_error", "request_timeout"),
-    Refusal.TOO_LARGE: Answer(413, "invalid_request_error", "request_too_large"),
-    Refusal.ENCODED: Answer(415, "invalid_request_error", "unsupported_encoding"),
-    Refusal.HEAD_TOO_LARGE: Answer(431, "invalid_request_error", "head_too_large"),
-    Refusal.RATE_LIMITED: Answer(429, "rate_limit_error", "rate_limit_exceeded", 1),
-    Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", 1),
-    Refusal.REPLICA_LOST: Answer(500, "server_error", "replica_lost"),
-    Refusal.INTERNAL: Answer(500, "server_error", "internal_error"),
-    Refusal.UPSTREAM_FAILED: Answer(502, "server_error", "upstream_failed"),
-    Refusal.UPSTREAM_SILENT: Answer(504, "server_error", "upstream_silent"),
-    Refusal.STREAM_BROKEN: Answer(502, "server_error", "stream_broken"),
-    Refusal.BUSY: Answer(503, "server_error", "busy", 1),
-    Refusal.DRAINING: Answer(503, "server_error", "draining", 1),
-    Refusal.STARTING: Answer(503, "server_error", "starting", 5),
-    Refusal.OVERLOADED: Answer(503, "server_error", "overloaded", 1),
-    Refusal.DEADLINE: Answer(503, "server_error", "deadline", 5),
-    Refusal.NO_REPLICA: Answer(503, "server_error", "no_replica", 5),
-    Refusal.EXHAUSTED: Answer(503, "server_error", "exhausted", 1),
-    Refusal.SHUTTING_DOWN: Answer(503, "server_error", "shutting_down", 1),
+TABLE: dict[Refusal, RefusalResponse] = {
+    Refusal.BAD_REQUEST: RefusalResponse(400, "invalid_request_error", None),
+    Refusal.UNSUPPORTED: RefusalResponse(400, "invalid_request_error", "unsupported"),
+    Refusal.ADAPTER_FAILED: RefusalResponse(400, "invalid_request_error", "adapter_failed"),
+    Refusal.UNAUTHORIZED: RefusalResponse(401, "authentication_error", "invalid_api_key"),
+    Refusal.UNKNOWN_MODEL: RefusalResponse(404, "invalid_request_error", "model_not_found"),
+    Refusal.NOT_FOUND: RefusalResponse(404, "invalid_request_error", "not_found"),
+    Refusal.METHOD_NOT_ALLOWED: RefusalResponse(405, "invalid_request_error", "method_not_allowed"),
+    Refusal.TOO_SLOW: RefusalResponse(408, "invalid_request_error", "request_timeout"),
+    Refusal.TOO_LARGE: RefusalResponse(413, "invalid_request_error", "request_too_large"),
+    Refusal.ENCODED: RefusalResponse(415, "invalid_request_error", "unsupported_encoding"),
+    Refusal.HEAD_TOO_LARGE: RefusalResponse(431, "invalid_request_error", "head_too_large"),
+    Refusal.RATE_LIMITED: RefusalResponse(429, "rate_limit_error", "rate_limit_exceeded", 1),
+    Refusal.QUEUE_FULL: RefusalResponse(429, "rate_limit_error", "queue_full", 1),
+    Refusal.REPLICA_LOST: RefusalResponse(500, "server_error", "replica_lost"),
+    Refusal.INTERNAL: RefusalResponse(500, "server_error", "internal_error"),
+    Refusal.UPSTREAM_FAILED: RefusalResponse(502, "server_error", "upstream_failed"),
+    Refusal.UPSTREAM_SILENT: RefusalResponse(504, "server_error", "upstream_silent"),
+    Refusal.STREAM_BROKEN: RefusalResponse(502, "server_error", "stream_broken"),
+    Refusal.BUSY: RefusalResponse(503, "server_error", "busy", 1),
+    Refusal.DRAINING: RefusalResponse(503, "server_error", "draining", 1),
+    Refusal.STARTING: RefusalResponse(503, "server_error", "starting", 5),
+    Refusal.OVERLOADED: RefusalResponse(503, "server_error", "overloaded", 1),
+    Refusal.DEADLINE: RefusalResponse(503, "server_error", "deadline", 5),
+    Refusal.NO_REPLICA: RefusalResponse(503, "server_error", "no_replica", 5),
+    Refusal.EXHAUSTED: RefusalResponse(503, "server_error", "exhausted", 1),
+    Refusal.SHUTTING_DOWN: RefusalResponse(503, "server_error", "shutting_down", 1),
 }
 
 _ANTHROPIC: Final = {
@@ -164,11 +164,11 @@ class Refused(TidegateError):
             return msgspec.json.encode({"type": "error", "error": error})
         return msgspec.json.encode({"error": error})
 
-    def event(self, api: Api) -> bytes:
+    def event(self, api: ApiDialect) -> bytes:
         """The error event of a stream of ``api``."""
-        if api is Api.OPENAI:
+        if api is ApiDialect.OPENAI:
             return b"data: " + self.body() + b"\n\n"
-        if api is Api.MESSAGES:
+        if api is ApiDialect.MESSAGES:
             return b"event: error\ndata: " + self.body(anthropic=True) + b"\n\n"
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         event = {**error, "type": "error", "error": error}
@@ -235,7 +235,7 @@ def unknown(model: str) -> Refused:
     return Refused(Refusal.UNKNOWN_MODEL, f"The model '{model[:128]}' does not exist.", param="model")
 
 
-def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Route) -> Refused:
+def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: ProxyRoute) -> Refused:
     """An upstream's 4xx in our envelope: integer codes become null, known texts a code.
 
     ``route`` names what the answer leaves out: the path, and the field of a prompt that is too long.

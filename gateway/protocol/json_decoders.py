@@ -13,7 +13,7 @@ from msgspec import Raw
 ABSENT = Raw(b"")
 
 
-class Body(msgspec.Struct, gc=False):
+class RequestBody(msgspec.Struct, gc=False):
     """The fields that are decided on; all are ``members``, and go through unread.
 
     ``media`` is the number of images, videos and recordings, ``prompts`` that of a completion's prompts; both
@@ -49,14 +49,14 @@ class Body(msgspec.Struct, gc=False):
         return (self.n or 1) * self.prompts
 
 
-class Metadata(msgspec.Struct, gc=False):
+class RequestMetadata(msgspec.Struct, gc=False):
     """The members of a body's ``metadata`` in which agents name their session, of any type."""
 
     user_id: Any = None
     session_id: Any = None
 
 
-class Medium(msgspec.Struct, gc=False):
+class MediaPart(msgspec.Struct, gc=False):
     """What a part's medium is: its URL, its bytes in base64, or parts of its own."""
 
     type: Raw = ABSENT
@@ -70,34 +70,34 @@ class Medium(msgspec.Struct, gc=False):
 SCALARS = frozenset(
     {"model", "stream", "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "background"}
 )
-RAW_FIELDS = frozenset(Body.__struct_fields__) - SCALARS - {"members", "media", "prompts", "added"}
+RAW_FIELDS = frozenset(RequestBody.__struct_fields__) - SCALARS - {"members", "media", "prompts", "added"}
 
-BODY = msgspec.json.Decoder(Body)
+BODY = msgspec.json.Decoder(RequestBody)
 MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 ITEMS = msgspec.json.Decoder(list[Raw])
 OBJECTS = msgspec.json.Decoder(list[dict[str, Raw]])
-MEDIUM = msgspec.json.Decoder(Medium)
+MEDIUM = msgspec.json.Decoder(MediaPart)
 OPTIONS = msgspec.json.Decoder(dict[str, Raw] | None)
-METADATA = msgspec.json.Decoder(Metadata | None)
-USER = msgspec.json.Decoder(Metadata)
+METADATA = msgspec.json.Decoder(RequestMetadata | None)
+USER = msgspec.json.Decoder(RequestMetadata)
 
 NULL = Raw(b"null")
 
 
-class Choice(msgspec.Struct, gc=False):
+class ResponseChoice(msgspec.Struct, gc=False):
     index: int = 0
     finish_reason: str | None = None
 
 
-class Chunk(msgspec.Struct, gc=False):
+class CompletionChunk(msgspec.Struct, gc=False):
     """An event of chat or completions."""
 
-    choices: list[Choice] | None = None
+    choices: list[ResponseChoice] | None = None
     usage: Raw = NULL
     error: Raw = NULL
 
 
-class Typed(msgspec.Struct, gc=False):
+class TypedEvent(msgspec.Struct, gc=False):
     """An event of responses or messages."""
 
     type: str | None = None
@@ -107,26 +107,26 @@ class Typed(msgspec.Struct, gc=False):
     error: Raw = NULL
 
 
-class Details(msgspec.Struct, gc=False):
+class PromptTokensDetails(msgspec.Struct, gc=False):
     """The prompt's part of a usage object."""
 
     cached_tokens: int | None = None
 
 
-class Counts(msgspec.Struct, gc=False):
+class UsageFields(msgspec.Struct, gc=False):
     """The three dialects of a usage object: chat and completions, responses, messages."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: Details | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
-    input_tokens_details: Details | None = None
+    input_tokens_details: PromptTokensDetails | None = None
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
 
 
-class Answer(msgspec.Struct, gc=False):
+class NonStreamingResponse(msgspec.Struct, gc=False):
     """A whole answer; that of responses has an ``error`` when it failed on the way."""
 
     usage: Raw = NULL
@@ -134,7 +134,7 @@ class Answer(msgspec.Struct, gc=False):
 
 
 any_json = msgspec.json.Decoder(Raw)
-chunk = msgspec.json.Decoder(Chunk)
-typed = msgspec.json.Decoder(Typed)
-counts = msgspec.json.Decoder(Counts)
-answer = msgspec.json.Decoder(Answer)
+chunk = msgspec.json.Decoder(CompletionChunk)
+typed = msgspec.json.Decoder(TypedEvent)
+counts = msgspec.json.Decoder(UsageFields)
+answer = msgspec.json.Decoder(NonStreamingResponse)

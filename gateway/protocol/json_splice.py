@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Raw
 
 from gateway.protocol import json_decoders
-from gateway.protocol.body import Body
+from gateway.protocol.body import RequestBody
 from gateway.protocol.buffer_offset import address
 from gateway.protocol.json_decoders import OPTIONS
-from gateway.protocol.paths import Route
+from gateway.protocol.paths import ProxyRoute
 
 # Constants are read faster than names of other modules, in machine code.
 ABSENT: Final = json_decoders.ABSENT
@@ -28,7 +28,7 @@ _REPORT = b'{"kv_cache_report_mode":"full"}'
 _COPIED: Final = 4096
 
 
-class Edit:
+class JsonEdit:
     """``text`` instead of the bytes from ``begin`` to ``end``."""
 
     # Written out, because named tuples are not compiled.
@@ -49,21 +49,21 @@ def locate(raw: bytes, value: Raw) -> tuple[int, int]:
     return begin, begin + size
 
 
-def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
+def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> JsonEdit:
     """Give ``name`` the JSON ``text`` in ``raw``, a non-empty object; ``value`` is its present one."""
     if value is not ABSENT:
         at, end = locate(raw, value)
-        return Edit(at, end, text)
+        return JsonEdit(at, end, text)
     begin = raw.index(b"{") + 1
-    return Edit(begin, begin, b'"%b":%b,' % (name.encode(), text))
+    return JsonEdit(begin, begin, b'"%b":%b,' % (name.encode(), text))
 
 
-def set_model(raw: bytes, body: Body, name: str) -> Edit:
+def set_model(raw: bytes, body: RequestBody, name: str) -> JsonEdit:
     at, end = locate(raw, body.members["model"])
-    return Edit(at, end, msgspec.json.encode(name))
+    return JsonEdit(at, end, msgspec.json.encode(name))
 
 
-def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
+def force_usage(raw: bytes, stream_options: Raw) -> JsonEdit | None:
     """Have a stream end with its usage; ``None`` if the client asked for that. Usage per chunk is dropped."""
     options: dict[str, Raw] = {}
     if stream_options is not ABSENT:
@@ -78,7 +78,7 @@ def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
     return set_member(raw, "stream_options", stream_options, msgspec.json.encode(options))
 
 
-def splice(raw: bytes, edits: list[Edit]) -> list[Buffer]:
+def splice(raw: bytes, edits: list[JsonEdit]) -> list[Buffer]:
     """``raw`` with ``edits``, as buffers to be written one after the other."""
     parts: list[Buffer] = []
     view = memoryview(raw)
@@ -111,7 +111,7 @@ class UpstreamBody:
         self.counts = counts
 
 
-def edited_body(route: Route, body: Body, raw: bytes, edits: list[Edit]) -> UpstreamBody:
+def edited_body(route: ProxyRoute, body: RequestBody, raw: bytes, edits: list[JsonEdit]) -> UpstreamBody:
     """``raw`` with ``edits`` and what was added to ``body``; streams are made to end with their usage."""
     usage = force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
     if usage is not None:
@@ -119,7 +119,7 @@ def edited_body(route: Route, body: Body, raw: bytes, edits: list[Edit]) -> Upst
     if added := body.added:
         # At the end, where it counts before a null of the same name.
         end = raw.rindex(b"}")
-        edits.append(Edit(end, end, added))
+        edits.append(JsonEdit(end, end, added))
     if not edits:
         return UpstreamBody(raw, len(raw), False)
     if len(edits) == 1 and len(raw) <= _COPIED:
@@ -131,7 +131,13 @@ def edited_body(route: Route, body: Body, raw: bytes, edits: list[Edit]) -> Upst
 
 
 def upstream_body(
-    route: Route, body: Body, raw: bytes, salt: bytes, name: str = "", *, reports_cache: bool = False
+    route: ProxyRoute,
+    body: RequestBody,
+    raw: bytes,
+    salt: bytes,
+    name: str = "",
+    *,
+    reports_cache: bool = False,
 ) -> UpstreamBody:
     """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
 

@@ -49,7 +49,7 @@ class BoundExceeded(ValueError):
     """Valid or not, the value has more of something than is accepted; the message says what."""
 
 
-class Member(NamedTuple):
+class JsonMember(NamedTuple):
     """A member of an object, its name as written, or an item of an array, without a name.
 
     The value is at ``begin`` to ``end``; ``items`` is their number if it is an array.
@@ -161,7 +161,7 @@ class StructureScan:
         end: int | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self.members: list[Member] = []
+        self.members: list[JsonMember] = []
         self._raw = raw
         self._max_depth = max_depth
         self._max_members = max_members
@@ -252,7 +252,7 @@ class StructureScan:
         if begin < end:
             if len(self.members) == self._max_members:
                 raise BoundExceeded(f"has more than {self._max_members} members")
-            self.members.append(Member(self._name, begin, end, _items(raw, begin, end, self._commas)))
+            self.members.append(JsonMember(self._name, begin, end, _items(raw, begin, end, self._commas)))
         self._name, self._commas = b"", 0
 
     def _check(self, begin: int, end: int, after: bytes) -> None:
@@ -273,7 +273,7 @@ class PieceReader:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def members(self, scan: StructureScan) -> list[Member]:
+    async def members(self, scan: StructureScan) -> list[JsonMember]:
         """The members of a whole value; raises ``ValueError`` for invalid JSON."""
         while True:
             async with self._turn:

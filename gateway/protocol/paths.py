@@ -7,7 +7,7 @@ from enum import Enum
 from policy.types import Runner
 
 
-class Api(Enum):
+class ApiDialect(Enum):
     """Whose stream and error format a route speaks."""
 
     OPENAI = "openai"
@@ -15,7 +15,7 @@ class Api(Enum):
     MESSAGES = "messages"
 
 
-class Route:
+class ProxyRoute:
     """A path of ours, the replica's path for it, and which models compute for it.
 
     ``runner`` is ``None`` where an engine only tokenizes, which costs it no step.
@@ -33,7 +33,7 @@ class Route:
         summary: str,
         runner: Runner | None = None,
         prompt: str | None = None,
-        api: Api = Api.OPENAI,
+        api: ApiDialect = ApiDialect.OPENAI,
     ) -> None:
         self.path = path
         self.upstream = upstream
@@ -49,24 +49,28 @@ def is_anthropic(path: str) -> bool:
 
 
 def _route(
-    path: str, summary: str, runner: Runner | None = None, prompt: str | None = None, api: Api = Api.OPENAI
-) -> Route:
+    path: str,
+    summary: str,
+    runner: Runner | None = None,
+    prompt: str | None = None,
+    api: ApiDialect = ApiDialect.OPENAI,
+) -> ProxyRoute:
     """A route that engines serve at the same path, or, if all models serve it, without ``/v1``."""
     upstream = path.removeprefix("/v1") if runner is None else path
-    return Route(path, upstream.encode(), summary, runner, prompt, api)
+    return ProxyRoute(path, upstream.encode(), summary, runner, prompt, api)
 
 
 _ROUTES = (
     _route("/v1/chat/completions", "Answer a chat", Runner.GENERATE, "messages"),
     _route("/v1/completions", "Continue a text", Runner.GENERATE, "prompt"),
-    _route("/v1/responses", "Answer, as responses", Runner.GENERATE, "input", Api.RESPONSES),
-    _route("/v1/messages", "Answer, Anthropic's way", Runner.GENERATE, "messages", Api.MESSAGES),
-    Route(
+    _route("/v1/responses", "Answer, as responses", Runner.GENERATE, "input", ApiDialect.RESPONSES),
+    _route("/v1/messages", "Answer, Anthropic's way", Runner.GENERATE, "messages", ApiDialect.MESSAGES),
+    ProxyRoute(
         "/v1/messages/count_tokens",
         b"/v1/messages/count_tokens",
         "Count the tokens of a message",
         prompt="messages",
-        api=Api.MESSAGES,
+        api=ApiDialect.MESSAGES,
     ),
     _route("/v1/embeddings", "Turn texts into vectors", Runner.POOLING, "input"),
     _route("/v1/score", "Score pairs of texts", Runner.POOLING),

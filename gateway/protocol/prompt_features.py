@@ -9,9 +9,9 @@ from typing import Final
 
 import xxhash
 
-from gateway.protocol.body import Body
-from gateway.protocol.canonical_prompt import RenderedPrompt, rendered_prompt
-from gateway.protocol.paths import Route
+from gateway.protocol.body import RequestBody
+from gateway.protocol.canonical_prompt import CanonicalPrompt, canonical_prompt
+from gateway.protocol.paths import ProxyRoute
 from policy.request import AnswerLength
 
 BLOCK_BYTES: Final = 512
@@ -40,7 +40,7 @@ def _boundaries() -> tuple[int, ...]:
 BOUNDARIES = _boundaries()
 
 
-class PromptHash:
+class PromptFeatures:
     """As in :class:`policy.request.Request`: hashes and the prompt tokens up to each, and estimates.
 
     ``opening`` is the hash of a conversation's begin, up to the end of the user's first turn: the same in all
@@ -75,7 +75,7 @@ class PromptHash:
 
 
 # Of what an engine reads without a forward pass, as in counting tokens: it has no cost to a replica.
-NOTHING = PromptHash((), (), 1, 1, 0, 0, 0, 0)
+NOTHING = PromptFeatures((), (), 1, 1, 0, 0, 0, 0)
 
 
 class BytesPerToken:
@@ -92,7 +92,7 @@ class BytesPerToken:
             found = min(max(prompt_bytes / prompt_tokens, LEAST_BYTES_A_TOKEN), MOST_BYTES_A_TOKEN)
             self.bytes_a_token += gain * (found - self.bytes_a_token)
 
-    def read(self, seed: int, prompt: RenderedPrompt, limit: int | None, choices: int) -> PromptHash:
+    def read(self, seed: int, prompt: CanonicalPrompt, limit: int | None, choices: int) -> PromptFeatures:
         """The fingerprint of ``prompt``.
 
         ``seed`` keeps apart what must not share a cache (:func:`seed_of`); with 0 there is no cache.
@@ -120,17 +120,17 @@ class BytesPerToken:
         allowed = (limit or 0) * choices
         outputs, longest = max(output, 1) * choices, self.answers.long(allowed)
         read = size if count else 0
-        return PromptHash(prefix, depths, max(int(tokens), 1), outputs, allowed, longest, read, opening)
+        return PromptFeatures(prefix, depths, max(int(tokens), 1), outputs, allowed, longest, read, opening)
 
 
-def limit_of(body: Body) -> int | None:
+def limit_of(body: RequestBody) -> int | None:
     """The most tokens that one choice of the answer may have, if the client bounds it."""
     return body.max_completion_tokens or body.max_output_tokens or body.max_tokens
 
 
-def grid_of(seed: int, body: Body, route: Route, raw: bytes, *, most: int) -> tuple[int, ...]:
+def grid_of(seed: int, body: RequestBody, route: ProxyRoute, raw: bytes, *, most: int) -> tuple[int, ...]:
     """Hashes of the prompt's first ``most`` prefixes, one per :data:`BLOCK_BYTES`: equal in all workers."""
-    parts = rendered_prompt(body, route, raw).parts
+    parts = canonical_prompt(body, route, raw).parts
     count = min(sum(map(len, parts)) // BLOCK_BYTES, most)
     return _chain(seed, parts, range(BLOCK_BYTES, count * BLOCK_BYTES + 1, BLOCK_BYTES)) if count else ()
 
@@ -159,7 +159,7 @@ def token_ids(part: memoryview) -> int:
     return (begin.count(b",") + 1) * len(part) // len(begin)
 
 
-def _opening(seed: int, prompt: RenderedPrompt, ends: tuple[int, ...], prefix: tuple[int, ...]) -> int:
+def _opening(seed: int, prompt: CanonicalPrompt, ends: tuple[int, ...], prefix: tuple[int, ...]) -> int:
     """The hash of all before the user's first turn, and of that turn."""
     head = prompt.head
     if head >= BLOCK_BYTES:

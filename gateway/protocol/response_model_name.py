@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class ModelRewrite:
+class ModelNameRewrite:
     """The rewriting of one answer from ``theirs`` to ``ours``."""
 
     def __init__(self, theirs: str, ours: str) -> None:

@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from gateway.protocol.json_decoders import Body
-from gateway.protocol.paths import Route
+from gateway.protocol.json_decoders import RequestBody
+from gateway.protocol.paths import ProxyRoute
 from policy.config.tenancy import Feature
 from policy.types import Runner
 
@@ -26,7 +26,7 @@ _NOTHING = (b"null", b"false", b"[]")
 _NONE: Final = frozenset[Feature]()
 
 
-def used_features(body: Body, route: Route) -> frozenset[Feature]:
+def used_features(body: RequestBody, route: ProxyRoute) -> frozenset[Feature]:
     """The features that a request uses, once its body was accepted; media of all kinds are images."""
     fields = body.members
     pools = route.runner is Runner.POOLING

@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 
 from gateway.protocol.errors import Refused, read_error, shown, shown_failure, status_of
-from gateway.protocol.json_decoders import NULL, Typed, any_json, chunk, typed
-from gateway.protocol.paths import Api
-from gateway.protocol.usage import Usage, read_usage, usage_inside
+from gateway.protocol.json_decoders import NULL, TypedEvent, any_json, chunk, typed
+from gateway.protocol.paths import ApiDialect
+from gateway.protocol.usage import TokenUsage, read_usage, usage_inside
 from policy.errors import Refusal
 
 # The worst JSON of this size is checked in 14 ms.
@@ -42,7 +42,7 @@ class SseValidator:
     may come changes it.
     """
 
-    def __init__(self, last_words: tuple[str, ...] = (), api: Api = Api.OPENAI) -> None:
+    def __init__(self, last_words: tuple[str, ...] = (), api: ApiDialect = ApiDialect.OPENAI) -> None:
         self._api = api
         self.finished = not last_words
         self._final_events = last_words
@@ -50,7 +50,7 @@ class SseValidator:
         self.closed = False
         self.error = b""
         self.events = 0
-        self.usage: Usage | None = None
+        self.usage: TokenUsage | None = None
         self.usage_at = 0
         self.counted = False
         self._held = bytearray()
@@ -159,11 +159,11 @@ class SseValidator:
             self.counted = not self.failed
         return event
 
-    def _count(self, decoded: Typed) -> None:
+    def _count(self, decoded: TypedEvent) -> None:
         if decoded.usage != NULL:
             self._use(read_usage(decoded.usage))
 
-    def _use(self, usage: Usage | None) -> None:
+    def _use(self, usage: TokenUsage | None) -> None:
         """Take what an event reports, if it is understood."""
         if usage is not None:
             self.usage, self.usage_at = usage, self.events
@@ -214,7 +214,7 @@ class ResponsesValidator(SseValidator):
     """OpenAI's responses: one of three events is the final one."""
 
     def __init__(self) -> None:
-        super().__init__(("response.completed", "response.incomplete", _FAILED), Api.RESPONSES)
+        super().__init__(("response.completed", "response.incomplete", _FAILED), ApiDialect.RESPONSES)
 
     def _read(self, event: bytes, payload: bytes) -> bytes:
         event = super()._read(event, payload)
@@ -222,7 +222,7 @@ class ResponsesValidator(SseValidator):
             return b"event: %b\ndata: %b\n\n" % (_FAILED.encode(), told)
         return event
 
-    def _count(self, decoded: Typed) -> None:
+    def _count(self, decoded: TypedEvent) -> None:
         if decoded.type in self._final_events:
             self._use(usage_inside(decoded.response))
             self.failed = decoded.type == _FAILED
@@ -232,16 +232,16 @@ class MessagesValidator(SseValidator):
     """Anthropic's messages end with ``message_stop``; its first and last deltas count the tokens."""
 
     def __init__(self) -> None:
-        super().__init__(("message_stop",), Api.MESSAGES)
+        super().__init__(("message_stop",), ApiDialect.MESSAGES)
 
-    def _count(self, decoded: Typed) -> None:
+    def _count(self, decoded: TypedEvent) -> None:
         found = (
             usage_inside(decoded.message) if decoded.type == "message_start" else read_usage(decoded.usage)
         )
         if found is not None:
-            before = self.usage or Usage()
+            before = self.usage or TokenUsage()
             prompt, cached = found.prompt or before.prompt, found.cached or before.cached
-            self._use(Usage(prompt, cached, found.completion))
+            self._use(TokenUsage(prompt, cached, found.completion))
 
 
 def _is_text(data: bytes) -> bool:

@@ -9,8 +9,8 @@ from typing import Final
 from msgspec import Raw
 
 from gateway.protocol import json_decoders
-from gateway.protocol.body import Body
-from gateway.protocol.json_decoders import Answer
+from gateway.protocol.body import RequestBody
+from gateway.protocol.json_decoders import NonStreamingResponse
 from gateway.protocol.prompt_features import limit_of, token_ids
 from policy.request import Request
 
@@ -47,7 +47,7 @@ MOST_ANSWER_TOKENS: Final = 1 << 20
 MOST_EVENTS_A_TOKEN: Final = 8
 
 
-class Usage:
+class TokenUsage:
     """Tokens of one answer. ``prompt`` includes those that were ``cached``.
 
     Not ``exact`` if the answer was cut short: ``prompt`` is 0, and ``completion`` is the number of its
@@ -64,7 +64,7 @@ class Usage:
         self.exact = exact
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Usage):
+        if not isinstance(other, TokenUsage):
             return NotImplemented
         return self._counts() == other._counts()
 
@@ -83,13 +83,13 @@ class UsageBounds:
 
     __slots__ = ("_body", "_max_model_len", "_raw", "_request")
 
-    def __init__(self, request: Request, body: Body, raw: bytes, max_model_len: int | None) -> None:
+    def __init__(self, request: Request, body: RequestBody, raw: bytes, max_model_len: int | None) -> None:
         self._request = request
         self._body = body
         self._raw = raw
         self._max_model_len = max_model_len
 
-    def contradiction(self, usage: Usage, events: int) -> str:
+    def contradiction(self, usage: TokenUsage, events: int) -> str:
         """Which count is impossible, empty if none is; ``events`` are those of the stream, 0 without one."""
         prompt = usage.prompt
         size = len(self._raw)
@@ -129,20 +129,20 @@ class UsageBounds:
                 return True
         return True
 
-    def estimate(self, events: int) -> Usage:
+    def estimate(self, events: int) -> TokenUsage:
         """What is counted instead of impossible counts."""
-        return Usage(self._request.prompt_tokens, 0, events or self._request.output_tokens, exact=False)
+        return TokenUsage(self._request.prompt_tokens, 0, events or self._request.output_tokens, exact=False)
 
 
 _scanner = json.JSONDecoder()
 
 
-def read_usage(raw: bytes | Raw) -> Usage | None:
+def read_usage(raw: bytes | Raw) -> TokenUsage | None:
     """The usage object ``raw``; ``None`` if it is none or not understood."""
     return _read(raw) if len(memoryview(raw)) <= MAX_USAGE_BYTES else None
 
 
-def _read(raw: bytes | Raw) -> Usage | None:
+def _read(raw: bytes | Raw) -> TokenUsage | None:
     """As :func:`read_usage`, of at most :data:`MAX_USAGE_BYTES`."""
     try:
         decoded = counts.decode(raw)
@@ -157,10 +157,10 @@ def _read(raw: bytes | Raw) -> Usage | None:
         # Anthropic counts what was read from or written to a cache apart from the input.
         prompt = decoded.input_tokens or 0
         prompt += (decoded.cache_read_input_tokens or 0) + (decoded.cache_creation_input_tokens or 0)
-    return Usage(prompt, cached, decoded.completion_tokens or decoded.output_tokens or 0)
+    return TokenUsage(prompt, cached, decoded.completion_tokens or decoded.output_tokens or 0)
 
 
-def usage_inside(raw: bytes | Raw) -> Usage | None:
+def usage_inside(raw: bytes | Raw) -> TokenUsage | None:
     """The usage of an object that holds one under ``usage``; of a long object, in its end."""
     text = memoryview(raw)
     if len(text) > MAX_USAGE_BYTES:
@@ -172,7 +172,7 @@ def usage_inside(raw: bytes | Raw) -> Usage | None:
     return None if decoded.usage is NULL or decoded.usage == NULL else read_usage(decoded.usage)
 
 
-def usage_of_answer(end: bytes, decoded: Answer | None = None) -> Usage | None:
+def usage_of_answer(end: bytes, decoded: NonStreamingResponse | None = None) -> TokenUsage | None:
     """The usage of a JSON answer (``end`` is all or its last part): the last one that counts tokens.
 
     ``decoded`` is the whole answer, where that was decoded already.
@@ -186,7 +186,7 @@ def usage_of_answer(end: bytes, decoded: Answer | None = None) -> Usage | None:
     return _last_usage(end[-MAX_USAGE_BYTES:])
 
 
-def _last_usage(end: bytes) -> Usage | None:
+def _last_usage(end: bytes) -> TokenUsage | None:
     for match in list(_KEY.finditer(end))[: -MAX_CANDIDATES - 1 : -1]:
         text = end[match.end() - 1 :].decode("utf-8", "replace")
         try:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.queue.model_queue import ModelQueue, Ticket
-from gateway.queue.replica_pool import ModelPool, SharedPeers
+from gateway.queue.model_queue import ModelQueue, QueueTicket
+from gateway.queue.replica_pool import ModelReplicaPool, SharedTokenCounts
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
 from policy.request import Request
 
@@ -32,7 +32,7 @@ class Admission:
     without a replica for which a request came since the last report; ``woken`` is set when one is added.
     """
 
-    metrics: Metrics
+    metrics: WorkerMetrics
     routers: ModelRouters
     deployment: Callable[[], Deployment]
     weight: Callable[[str], float] = _equal_weight
@@ -43,14 +43,14 @@ class Admission:
         self.sleeping: set[str] = set()
         self.woken = asyncio.Event()
 
-    def ticket(self, served: ServedModel, request: Request) -> Ticket:
+    def ticket(self, served: ServedModel, request: Request) -> QueueTicket:
         queue = self._queues.get(served.name)
         if queue is None or queue.served is not served:
             queue = self._queues[served.name] = self._queue(served)
         if served.asleep and served.name not in self.sleeping:
             self.sleeping.add(served.name)
             self.woken.set()
-        return Ticket(queue, request)
+        return QueueTicket(queue, request)
 
     def oldest_s(self, model: str) -> float:
         """How long the oldest request that waits for ``model`` has waited, in seconds."""
@@ -119,6 +119,6 @@ class Admission:
         def elsewhere() -> int:
             return sum([q.dispatcher.queue.size for q in self._queues.values() if q.served is not served])
 
-        pool = ModelPool(served, self.routers, self.deployment, self.shared, elsewhere)
-        peers = None if self.shared is LOCAL else SharedPeers(self.shared, name)
+        pool = ModelReplicaPool(served, self.routers, self.deployment, self.shared, elsewhere)
+        peers = None if self.shared is LOCAL else SharedTokenCounts(self.shared, name)
         return ModelQueue(pool, served.health, self.metrics.model(name).queue, self.weight, peers)

@@ -15,13 +15,13 @@ from gateway.protocol import body as bodies
 from gateway.protocol.body_batching import SubRequest, join, split, sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
-from gateway.protocol.usage import Usage, usage_of_answer
-from gateway.request_context import Call
+from gateway.protocol.usage import TokenUsage, usage_of_answer
+from gateway.request_context import RequestContext
 from gateway.routing.fleet import ServedModel
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
-from policy.admission.dynamic_batching import Batch, BatchingWindows
-from policy.config.deployment import Coalesce
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
+from policy.admission.dynamic_batching import BatchingWindows, RequestBatch
+from policy.config.deployment import CoalesceConfig
 from policy.request import Request
 from policy.wire.headers import REPLICA_HEADER
 
@@ -41,37 +41,39 @@ class _Member:
     """
 
     share: SubRequest
-    call: Call
+    call: RequestContext
     served: ServedModel
     request: Request
-    turn: asyncio.Future[bytes | Batch[_Member] | None]
+    turn: asyncio.Future[bytes | RequestBatch[_Member] | None]
 
 
-Deliver = Callable[[Call, ServedModel, Request, bodies.Body, bytes], Awaitable[None]]
+Deliver = Callable[[RequestContext, ServedModel, Request, bodies.RequestBody, bytes], Awaitable[None]]
 
 
-class Coalescer:
+class DynamicBatcher:
     """The coalescing windows of one worker. ``deliver`` serves one call or raises its refusal."""
 
-    def __init__(self, deliver: Deliver, metrics: Metrics, log: Log, pieces: PieceReader) -> None:
+    def __init__(
+        self, deliver: Deliver, metrics: WorkerMetrics, log: StructuredLog, pieces: PieceReader
+    ) -> None:
         self._deliver = deliver
         self._metrics = metrics
         self._log = log
         self._pieces = pieces
         self._windows: BatchingWindows[_Member] = BatchingWindows()
-        self._calls: dict[Batch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
+        self._calls: dict[RequestBatch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     async def around(
         self,
-        call: Call,
+        call: RequestContext,
         served: ServedModel,
         request: Request,
-        body: bodies.Body,
+        body: bodies.RequestBody,
         raw: bytes,
         *,
-        bounds: Coalesce,
+        bounds: CoalesceConfig,
     ) -> None:
         """Deliver ``call``, together with others of its kind where possible."""
         alone = partial(self._deliver, call, served, request, body, raw)
@@ -84,11 +86,11 @@ class Coalescer:
     async def serve(
         self,
         share: SubRequest,
-        call: Call,
+        call: RequestContext,
         served: ServedModel,
         request: Request,
         *,
-        bounds: Coalesce,
+        bounds: CoalesceConfig,
         alone: Callable[[], Awaitable[None]],
     ) -> None:
         """Answer ``call`` from a shared call, or by ``alone`` if it is the only one.
@@ -126,7 +128,7 @@ class Coalescer:
             finally:
                 self._end(turn)
 
-    def _depart(self, batch: Batch[_Member]) -> None:
+    def _depart(self, batch: RequestBatch[_Member]) -> None:
         if len(batch.members) > 1:
             task = self._calls[batch] = asyncio.create_task(
                 self._share(list(batch.members)), name="coalesced"
@@ -153,7 +155,7 @@ class Coalescer:
                 member.request.begun = request.begun - _ONE_TRY
             return [None] * len(members)
 
-    def _returned(self, batch: Batch[_Member], task: asyncio.Task[Sequence[bytes | None]]) -> None:
+    def _returned(self, batch: RequestBatch[_Member], task: asyncio.Task[Sequence[bytes | None]]) -> None:
         del self._calls[batch]
         answers = [None] * len(batch.members) if task.cancelled() else task.result()
         for member, answer in zip(batch.members, answers, strict=True):
@@ -168,7 +170,7 @@ class Coalescer:
         raw = join(shares)
         request.size += len(raw)
         inbox = _Inbox()
-        call = Call(
+        call = RequestContext(
             first.call.route,
             {"headers": []},
             inbox.receive,
@@ -199,14 +201,14 @@ class Coalescer:
         """A client has left: remove it; a shared call without clients is cancelled."""
         if self._windows.withdraw(member.share.group, member):
             return
-        if not member.turn.cancelled() and isinstance(batch := member.turn.result(), Batch):
+        if not member.turn.cancelled() and isinstance(batch := member.turn.result(), RequestBatch):
             self._end(batch)
             return
         for batch, task in self._calls.items():
             if member in batch.members and all(other.turn.done() for other in batch.members):
                 task.cancel()
 
-    def _end(self, batch: Batch[_Member]) -> None:
+    def _end(self, batch: RequestBatch[_Member]) -> None:
         following = self._windows.ended(batch)
         batch.members.clear()  # that of a lone request has the batch as its turn: a cycle
         if following is not None:
@@ -255,10 +257,10 @@ class _Inbox:
         return b"".join(self._parts)
 
 
-def _usage_of(call: Call, request: Request, answer: bytes) -> Usage:
+def _usage_of(call: RequestContext, request: Request, answer: bytes) -> TokenUsage:
     """The usage in a member's part of a shared call's ``answer``, unless that contradicts the shared call."""
     usage = None if call.contradiction else usage_of_answer(answer)
-    return usage or Usage(request.prompt_tokens, 0, request.output_tokens, exact=False)
+    return usage or TokenUsage(request.prompt_tokens, 0, request.output_tokens, exact=False)
 
 
 def _together(members: Sequence[_Member]) -> Request:

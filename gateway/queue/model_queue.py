@@ -8,17 +8,17 @@ from collections.abc import Callable, Set
 from typing import Final
 
 from gateway.protocol.errors import Refused
-from gateway.queue.replica_pool import ModelPool, SharedPeers
+from gateway.queue.replica_pool import ModelReplicaPool, SharedTokenCounts
 from gateway.routing.fleet import ServedModel
 from gateway.routing.replica_handle import ReplicaHandle, UnobservedPrefill
 from gateway.telemetry.metrics import QueueCounters
 from policy.admission import dispatcher as dispatching
 from policy.admission.dispatcher import Dispatcher
-from policy.admission.retry_policy import AttemptOutcome, Cause, Rejection
+from policy.admission.retry_policy import AttemptOutcome, Rejection, RejectionCause
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.replica_health import ReplicaHealth
-from policy.routing.router import Decision
+from policy.routing.router import PickResult
 
 # Replicas report hundreds of times a second; waiting requests are offered slots at most this often.
 REST_S: Final = 0.004
@@ -27,10 +27,10 @@ TIMER_TICK_S: Final = 0.002
 # After this, a replica that failed to load an adapter may be asked for it again.
 ADAPTER_RETRY_S: Final = 5
 _LOST: Final = "Two replicas were lost while they held this request."
-_COUNTED_ON_ARRIVAL: Final = frozenset({Cause.LATE, Cause.FULL, Cause.DEADLINE})
+_COUNTED_ON_ARRIVAL: Final = frozenset({RejectionCause.LATE, RejectionCause.FULL, RejectionCause.DEADLINE})
 
 
-class Ticket(dispatching.Ticket[ReplicaHandle]):
+class QueueTicket(dispatching.DispatchTicket[ReplicaHandle]):
     """A request's ticket in this worker; :meth:`wait` is ``enter`` for a task."""
 
     def __init__(self, queue: ModelQueue, request: Request) -> None:
@@ -52,7 +52,7 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
         return self._queue.loop
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> PickResult | None:
         """The router's decision that :attr:`quote` is of, if it is one of the last."""
         return self._queue.routers.decision_on(self.request)
 
@@ -113,11 +113,11 @@ class ModelQueue:
 
     def __init__(
         self,
-        pool: ModelPool,
+        pool: ModelReplicaPool,
         health: ReplicaHealth,
         meter: QueueCounters,
         weight: Callable[[str], float],
-        peers: SharedPeers | None,
+        peers: SharedTokenCounts | None,
     ) -> None:
         self.served = pool.served
         self.routers = pool.routers
@@ -154,9 +154,9 @@ class ModelQueue:
     def count(self, rejection: Rejection, *, waited: bool) -> None:
         """Count a rejection by the queue; retries that are given up are not the queue's."""
         cause = rejection.cause
-        if cause is Cause.DISPLACED:
+        if cause is RejectionCause.DISPLACED:
             self._meter.displaced += 1
-        elif cause in _COUNTED_ON_ARRIVAL or (waited and cause is not Cause.RETRIES_SPENT):
+        elif cause in _COUNTED_ON_ARRIVAL or (waited and cause is not RejectionCause.RETRIES_SPENT):
             self._meter.refused[rejection.refusal] += 1
 
     def arm(self) -> None:
@@ -181,8 +181,8 @@ class ModelQueue:
             self._giving_up = self.loop.call_soon(self._give_up_some)
         self._publish()
 
-    def _resolved(self, ticket: dispatching.Ticket[ReplicaHandle]) -> None:
-        assert isinstance(ticket, Ticket)
+    def _resolved(self, ticket: dispatching.DispatchTicket[ReplicaHandle]) -> None:
+        assert isinstance(ticket, QueueTicket)
         if ticket.rejection is None:
             waited_s = self.clock() - ticket.request.arrived
             self._meter.count_wait(waited_s, ticket.expected_wait_s)
@@ -229,25 +229,25 @@ def _refused_by(
 ) -> Refused:
     """The answer to a rejected request; ``upstream`` is the last replica's, ``queued`` the queue's length."""
     name, cause, retry_after_s = served.name, rejection.cause, rejection.retry_after_s
-    if upstream is not None and cause in (Cause.REJECTED, Cause.FAILED):
+    if upstream is not None and cause in (RejectionCause.REJECTED, RejectionCause.FAILED):
         return upstream
-    if cause is Cause.ADAPTER:
+    if cause is RejectionCause.ADAPTER:
         reason = served.load_failures.get(adapter)
         text = f"No replica of {name} could load the adapter '{adapter}'{f' ({reason})' if reason else ''}."
         return Refused(rejection.refusal, text, param="model", status=503, retry_after_s=ADAPTER_RETRY_S)
-    if cause is Cause.LATE:
+    if cause is RejectionCause.LATE:
         text = f"{queued} requests wait for {name}: this one would not be served before its deadline."
-    elif cause is Cause.FULL:
+    elif cause is RejectionCause.FULL:
         text = f"{queued} requests already wait for {name}."
-    elif cause is Cause.DISPLACED:
+    elif cause is RejectionCause.DISPLACED:
         text = f"The queue for {name} is full, and this request made room for another."
-    elif cause is Cause.DEADLINE:
+    elif cause is RejectionCause.DEADLINE:
         was = "had room" if rejection.refusal is Refusal.DEADLINE else "was ready"
         text = f"No replica of {name} {was} before the request's deadline."
-    elif cause in (Cause.UNAVAILABLE, Cause.RETRIES_SPENT):
+    elif cause in (RejectionCause.UNAVAILABLE, RejectionCause.RETRIES_SPENT):
         text = f"No replica of {name} serves at present."
         if upstream is not None:
             retry_after_s = upstream.retry_after_s
     else:
         text = _LOST
-    return Refused(rejection.refusal, text, retry_after_s=retry_after_s, final=cause is Cause.FAILED)
+    return Refused(rejection.refusal, text, retry_after_s=retry_after_s, final=cause is RejectionCause.FAILED)

@@ -13,25 +13,25 @@ from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import SharedCounts
 from policy.admission.affinity_dispatch import has_room
-from policy.admission.queue import Bounds
-from policy.admission.worker_slot_sharing import RANKS, LeftSlots, has_fair_share
+from policy.admission.queue import QueueLimits
+from policy.admission.worker_slot_sharing import RANKS, YieldedSlots, has_fair_share
 from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.replica_health import BreakerState
+from policy.routing.replica_health import CircuitBreakerState
 from policy.types import Priority
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
-_CLOSED: Final = BreakerState.CLOSED
+_CLOSED: Final = CircuitBreakerState.CLOSED
 
 # The slots of a replica whose bound is unknown.
 MANY: Final = 1_000_000
 
 
 @dataclass(eq=False)
-class ModelPool:
+class ModelReplicaPool:
     """A :class:`policy.admission.dispatcher.ReplicaPool`.
 
     ``queued_for_other_models``: their waiting bytes; ``shared``: the counts of all workers of the host.
@@ -46,7 +46,7 @@ class ModelPool:
     def __post_init__(self) -> None:
         self._key = hash_name(f"waits for {self.served.name}")
         self._keys = [hash_name(f"waits for {self.served.name}, {rank}") for rank in range(RANKS)]
-        self._left = LeftSlots()
+        self._left = YieldedSlots()
         self._handles: dict[str, ReplicaHandle] = {}
         self._begun_by_others = -1
 
@@ -72,11 +72,11 @@ class ModelPool:
         except TargetError:  # the controller still has the model, the deployment no longer
             return None
 
-    def bounds(self, request: Request, queued: int) -> Bounds:
+    def bounds(self, request: Request, queued: int) -> QueueLimits:
         limits, elsewhere = self.deployment().gateway, self.queued_for_other_models()
         # A body that is larger than the limit may wait where nothing else does, of any model.
         size = limits.max_queue_bytes - elsewhere if elsewhere or queued else request.size
-        return Bounds(limits.max_queue, size)
+        return QueueLimits(limits.max_queue, size)
 
     def candidates(self) -> list[Candidate]:
         self.shared.refresh()
@@ -209,7 +209,7 @@ class ModelPool:
         return sum([count[0] for count in counts]), sum([count[2] for count in counts])
 
 
-class SharedPeers:
+class SharedTokenCounts:
     """What the other workers of this host charge to the tenants of one model, for its queue's counters."""
 
     def __init__(self, shared: SharedCounts, model: str) -> None:

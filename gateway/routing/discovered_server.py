@@ -8,7 +8,7 @@ from policy.config.deployment import ModelSpec
 from policy.config.external_servers import ExternalServer, server_shape
 from policy.errors import ConfigError
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 
 MAX_PORT, MAX_DIGITS = 65_535, 5
 # The shape of servers of which none is known.
@@ -75,7 +75,7 @@ def external_replica(
         shape=EXTERNAL_SHAPE,
         generation=0,
         state=ReplicaPhase.STOPPED if reason else ReplicaPhase.READY,
-        load=Load(at=at),
+        load=ReplicaLoad(at=at),
         url=url,
         adapters=adapters,
         reason=reason,

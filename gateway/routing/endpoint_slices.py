@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.external_servers import KubernetesService
-from store.kubernetes.api_server import Metadata, Object, ObjectWatch, own_namespace
+from store.kubernetes.api_server import Object, ObjectMetadata, ObjectWatch, own_namespace
 from store.kubernetes.engine_pod_labels import adapters_of, kv_events_ports, replica_id, shape_and_mode
 
 # How long the first call waits for the first list.
@@ -43,7 +43,7 @@ class _Port(msgspec.Struct):
 class _Slice(msgspec.Struct, rename="camel"):
     """A slice (discovery.k8s.io/v1)."""
 
-    metadata: Metadata
+    metadata: ObjectMetadata
     address_type: str = ""
     endpoints: list[_Endpoint] | None = None
     ports: list[_Port] | None = None
@@ -54,12 +54,12 @@ class _ServiceSpec(msgspec.Struct):
 
 
 class _Service(msgspec.Struct):
-    metadata: Metadata
+    metadata: ObjectMetadata
     spec: _ServiceSpec = msgspec.field(default_factory=_ServiceSpec)
 
 
 class _Pod(msgspec.Struct):
-    metadata: Metadata
+    metadata: ObjectMetadata
 
 
 class ServiceEndpoint(NamedTuple):
@@ -84,7 +84,12 @@ class EndpointSlices:
     """
 
     def __init__(
-        self, service: KubernetesService, log: Log, on_change: Callable[[], None], *, reads_pods: bool
+        self,
+        service: KubernetesService,
+        log: StructuredLog,
+        on_change: Callable[[], None],
+        *,
+        reads_pods: bool,
     ) -> None:
         self._service = service
         self._log = log
@@ -147,10 +152,13 @@ class EndpointSlices:
         # All addresses of an endpoint reach the same.
         host, target = endpoint.addresses[0], endpoint.target_ref
         if target is None or target.kind != "Pod":
-            built, kv_events = shape_and_mode(Metadata(), labels), kv_events_ports(Metadata(), labels)
+            built, kv_events = (
+                shape_and_mode(ObjectMetadata(), labels),
+                kv_events_ports(ObjectMetadata(), labels),
+            )
             return ServiceEndpoint(host, port, built=built, kv_events=kv_events)
         pods = (self._pods.objects if self._pods is not None else None) or {}
-        metadata = pods[target.name].metadata if target.name in pods else Metadata()
+        metadata = pods[target.name].metadata if target.name in pods else ObjectMetadata()
         return ServiceEndpoint(
             host,
             port,

@@ -24,7 +24,7 @@ from gateway.routing.discovered_server import (
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
 from gateway.routing.server_discovery import ServerDiscovery
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.external_servers import ExternalServer
 from policy.routing.concurrency_limit import ServerQueue
@@ -91,7 +91,7 @@ class ExternalPoller:
 
     view: FleetView
     deployment: Callable[[], Deployment]
-    log: Log
+    log: StructuredLog
     times: PollTimes = TIMES
 
     def __post_init__(self) -> None:

@@ -10,19 +10,19 @@ from typing import Literal
 
 from gateway.routing.engine_cache.external_server_caches import ServerCaches
 from gateway.routing.external_server_options import ServerAccess
-from gateway.routing.fleet_listeners import NO_EVENTS, FleetEvents
+from gateway.routing.fleet_listeners import NO_EVENTS, FleetListeners
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import LOCAL, SharedCounts
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.scrape import ScrapedReplica
 from policy import types
-from policy.config.deployment import Deployment, Eject, Retry
+from policy.config.deployment import Deployment, OutlierEjection, RetryBudget
 from policy.engine.builtin_profiles import shipped
 from policy.engine.performance_model import Timing
 from policy.routing.concurrency_limit import ServerQueue
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import EMPTY_FLEET, EngineKind, Fleet, Replica, ReplicaPhase, Runner
+from policy.types import EMPTY_FLEET, EngineKind, FleetSnapshot, Replica, ReplicaPhase, Runner
 
 Source = Literal["none", "disk", "controller"]
 
@@ -111,10 +111,10 @@ class FleetView:
     def __init__(
         self,
         secret: str,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         shared: SharedCounts = LOCAL,
         draw: Callable[[], float] = lambda: 0.5,
-        events: FleetEvents = NO_EVENTS,
+        events: FleetListeners = NO_EVENTS,
         *,
         caches: ServerCaches | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class FleetView:
         self._secret = secret
         self._shared = shared
         self._draw = draw
-        self._eject, self._retry = Eject(), Retry()
+        self._eject, self._retry = OutlierEjection(), RetryBudget()
         self._metrics = metrics
         self._served: dict[str, ServedModel] = {}
         self._documented: frozenset[str] = frozenset()
@@ -131,7 +131,7 @@ class FleetView:
         self._layers: dict[tuple[str, str], LayerKey] = {}
         self._connect_timeout_s = 2.0
         self._multiplexed = True
-        self.fleet: Fleet = EMPTY_FLEET
+        self.fleet: FleetSnapshot = EMPTY_FLEET
         self.source: Source = "none"
         self.seen_at: float | None = None
         self._epoch_began = 0.0
@@ -170,7 +170,7 @@ class FleetView:
             for handle in served.handles:
                 handle.pool.connect_timeout_s = self._connect_timeout_s
 
-    def take(self, fleet: Fleet, source: Source, at: float) -> None:
+    def take(self, fleet: FleetSnapshot, source: Source, at: float) -> None:
         """Follow a snapshot of the controller, or the last one from disk; ``at`` is loop time.
 
         For :data:`SETTLE_S` after a new epoch, replicas that report ready are kept even if it does not list

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from policy.routing.engine_prefix_index import News
+from policy.routing.engine_prefix_index import PrefixIndexUpdate
 from policy.wire.load_stream import LoadLine
 
 
@@ -13,7 +13,7 @@ def _ignore(*_: object) -> None:
     """The event has no listener."""
 
 
-class FleetEvents(NamedTuple):
+class FleetListeners(NamedTuple):
     """Events of replicas and their listeners, whose first argument is the model's name.
 
     ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
@@ -27,11 +27,11 @@ class FleetEvents(NamedTuple):
     changed: Callable[[str], None] = _ignore
     unavailable: Callable[[str], None] = _ignore
     prefixes: Callable[[str, int, LoadLine], None] = _ignore
-    cached: Callable[[str, int, News], None] = _ignore
+    cached: Callable[[str, int, PrefixIndexUpdate], None] = _ignore
     forgotten: Callable[[str, int], None] = _ignore
     adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
     unloadable: Callable[[str, Set[str]], None] = _ignore
     died: Callable[[str, int], None] = _ignore
 
 
-NO_EVENTS = FleetEvents()
+NO_EVENTS = FleetListeners()

@@ -29,7 +29,7 @@ _WINDOW: Final = 16
 _MASK: Final = (1 << 64) - 1
 
 
-class Table(NamedTuple):
+class TableLayout(NamedTuple):
     """Keys with counts: ``slots`` of a key and ``counts`` count words, ``at`` words into a row's tables."""
 
     at: int
@@ -46,7 +46,7 @@ class Table(NamedTuple):
         return [base + self.at + (key + i) % self.slots * wide for i in range(_WINDOW)]
 
 
-class Peer(NamedTuple):
+class PeerRow(NamedTuple):
     """A row that lives, and what changes when its keys do."""
 
     row: int
@@ -118,7 +118,7 @@ class MappedRows:
         """Whether a row has a new key since :meth:`peers` was called last."""
         return bool(self.words[_LAST_CLAIM] != self._last_claim)
 
-    def peers(self) -> tuple[Peer, ...]:
+    def peers(self) -> tuple[PeerRow, ...]:
         """The rows of other living processes."""
         words = self.words
         self._last_claim = words[_LAST_CLAIM]
@@ -127,7 +127,7 @@ class MappedRows:
         # A beat in the future was before this machine started.
         return tuple(
             [
-                Peer(row, words[head + _INCARNATION], words[head + _CLAIMS])
+                PeerRow(row, words[head + _INCARNATION], words[head + _CLAIMS])
                 for row, head in self._heads
                 if words[head + _BEAT]
                 and oldest <= words[head + _BEAT] <= now
@@ -146,7 +146,7 @@ class MappedRows:
         head = row * HEADER
         return self.words[head + _INCARNATION], self.words[head + _CLAIMS]
 
-    def find(self, table: Table, row: int, key: int) -> int:
+    def find(self, table: TableLayout, row: int, key: int) -> int:
         """Where ``row`` counts ``key``; -1 if it does not."""
         words = self.words
         for at in table.window(self.tables(row), key):
@@ -154,7 +154,7 @@ class MappedRows:
                 return at
         return -1
 
-    def free(self, table: Table, key: int) -> int:
+    def free(self, table: TableLayout, key: int) -> int:
         """A free slot for ``key`` in this row, -1 when there is none."""
         words = self.words
         for at in table.window(self.base, key):
@@ -162,7 +162,7 @@ class MappedRows:
                 return at
         return -1
 
-    def claim(self, table: Table, at: int, key: int, *, announce: bool) -> None:
+    def claim(self, table: TableLayout, at: int, key: int, *, announce: bool) -> None:
         """Count ``key`` in the slot ``at`` from now on; others look for it at once if it is announced."""
         words, counts = self.words, self.counts
         words[at] = 0

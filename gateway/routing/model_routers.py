@@ -14,15 +14,15 @@ import msgspec
 
 from gateway.protocol.prompt_features import BytesPerToken, adapter_key
 from gateway.routing.shared_counters import EVICTED, HELD, LOCAL, LOSS, SharedCounts
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.engine_prefix_index import MAX_NAMES, News
-from policy.routing.router import Decision, Router
-from policy.routing.settings import Settings, settings_of
+from policy.routing.engine_prefix_index import MAX_NAMES, PrefixIndexUpdate
+from policy.routing.router import PickResult, Router
+from policy.routing.settings import RoutingSettings, settings_of
 from policy.wire.load_stream import CachedPrefix, LoadLine
 
 # How many decisions are kept for explanations.
@@ -44,13 +44,13 @@ class ModelRouters:
         rng: random.Random,
         shared: SharedCounts = LOCAL,
         deployment: Callable[[], Deployment | None] = lambda: None,
-        metrics: Metrics | None = None,
+        metrics: WorkerMetrics | None = None,
         lost: Callable[[int, int, float], None] = lambda fingerprint, replica, at: None,
     ) -> None:
         self._rng = rng
         self._shared = shared
         self._deployment = deployment
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics or WorkerMetrics()
         self._lost = lost
         self._read: Deployment | None = None
         self._routers: dict[str, Router] = {}
@@ -59,8 +59,8 @@ class ModelRouters:
         self._by_key: dict[int, Router] = {}
         # The tokens of prefixes that this worker named to servers with KV events, by the servers' keys.
         self._named: dict[int, dict[int, int]] = {}
-        self._fresh: dict[int, Decision] = {}
-        self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
+        self._fresh: dict[int, PickResult] = {}
+        self._kept: deque[tuple[float, Request, PickResult]] = deque(maxlen=KEPT)
         # The measured TTFT by the identity of the estimate.
         self._ttft_s: dict[int, float] = {}
         self._clock = asyncio.get_running_loop().time
@@ -140,7 +140,7 @@ class ModelRouters:
         if line.held or line.gone or line.reset:
             router.cached(line.held, line.gone, key, at, reset=line.reset)
 
-    def learn_cached(self, model: str, key: int, news: News) -> None:
+    def learn_cached(self, model: str, key: int, news: PrefixIndexUpdate) -> None:
         """The events of the external server with ``key`` say what its engine holds; other workers hear of it.
 
         Each worker knows the prefixes that it named itself, and takes the others' word for theirs.
@@ -185,7 +185,7 @@ class ModelRouters:
                 return msgspec.json.encode(self._described(*kept))
         return b"{}"
 
-    def decision_on(self, request: Request) -> Decision | None:
+    def decision_on(self, request: Request) -> PickResult | None:
         """The last decision on ``request``, if it was made just now; ``None`` otherwise."""
         if self._kept and self._kept[-1][1] is request:
             return self._kept[-1][2]
@@ -213,7 +213,7 @@ class ModelRouters:
         for router in self._routers.values():
             router.cached(held, gone, replica_key, now, reset=False)
 
-    def _described(self, at: float, request: Request, decision: Decision) -> dict[str, Any]:
+    def _described(self, at: float, request: Request, decision: PickResult) -> dict[str, Any]:
         assert decision.chosen is not None
         ttft_s = self._ttft_s.get(id(decision.chosen))
         return {
@@ -250,9 +250,9 @@ class ModelRouters:
         return found
 
 
-def _settings(deployment: Deployment | None, model: str) -> Settings:
+def _settings(deployment: Deployment | None, model: str) -> RoutingSettings:
     """The routing settings of ``model``; defaults for one that the deployment does not name."""
     try:
-        return Settings() if deployment is None else settings_of(deployment.model(model))
+        return RoutingSettings() if deployment is None else settings_of(deployment.model(model))
     except TargetError:  # the controller still has it
-        return Settings()
+        return RoutingSettings()

@@ -18,10 +18,10 @@ from gateway.http.http1_client import is_local_fault
 from gateway.http.internal_client import internal_client
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.replica_handle import STALE_S, ReplicaHandle
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
-from policy.routing.replica_health import AttemptResult, BreakerState
+from policy.routing.replica_health import AttemptResult, CircuitBreakerState
 from policy.types import EngineKind
 from policy.wire.canary_request import CANARIES
 from policy.wire.headers import REFUSAL_HEADER
@@ -41,11 +41,11 @@ MOST_MOVED = 64
 
 
 @dataclass(eq=False)
-class Probes:
+class ReplicaProber:
     """The periodic sweep over all replicas of this worker, and the probes that it starts."""
 
     fleet: FleetView
-    metrics: Metrics
+    metrics: WorkerMetrics
     deployment: Callable[[], Deployment]
     secret: str
 
@@ -89,7 +89,7 @@ class Probes:
                 elif handle.probe_at <= at and handle not in self._running:
                     self._consider(client, served, handle, at, timeout_s)
             states = Counter(handle.breaker.state for handle in served.handles)
-            for state in BreakerState:
+            for state in CircuitBreakerState:
                 meter.breakers[state] = states[state]
             if served.is_unavailable(at):
                 self.fleet.unavailable(served)
@@ -138,7 +138,7 @@ class Probes:
         breaker = handle.breaker
         if breaker.due(at) and handle.answering:
             breaker.half_open()
-        if breaker.state is BreakerState.HALF_OPEN:
+        if breaker.state is CircuitBreakerState.HALF_OPEN:
             if not breaker.take_probe():
                 return
         elif handle.answering or not handle.silent:

@@ -10,17 +10,17 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
 from gateway.http.frame_client import FrameChannel
-from gateway.http.http1_client import Connection, ConnectionPool
+from gateway.http.http1_client import ConnectionPool, UpstreamConnection
 from gateway.http.ndjson_client import NdjsonStream
 from gateway.routing.external_server_options import ServerAccess
-from gateway.routing.fleet_listeners import NO_EVENTS, FleetEvents
+from gateway.routing.fleet_listeners import NO_EVENTS, FleetListeners
 from gateway.routing.loaded_adapters import LoadedAdapters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from policy.errors import Refusal
 from policy.hashing import hash_name
 from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue
 from policy.routing.cost import Candidate
-from policy.routing.replica_health import BreakerState, HealthCounters, ReplicaHealth, Watchdog
+from policy.routing.replica_health import CircuitBreakerState, HealthCounters, ReplicaHealth, ReplicaWatchdog
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import ENGINE_TIME_HEADER, SECRET_HEADER
 from policy.wire.load_stream import LOAD_LINE
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from gateway.routing.engine_cache.external_server_caches import ServerCaches
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
-_CLOSED: Final = BreakerState.CLOSED
-_HALF_OPEN: Final = BreakerState.HALF_OPEN
+_CLOSED: Final = CircuitBreakerState.CLOSED
+_HALF_OPEN: Final = CircuitBreakerState.HALF_OPEN
 # In these phases it may end without a fault.
 _LEAVING: Final = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP})
 # A load stream that sends nothing for this time, three lines, is stale.
@@ -70,7 +70,7 @@ class ReplicaHandle:
         shared: SharedCounts = LOCAL,
         health: ReplicaHealth | None = None,
         *,
-        events: FleetEvents = NO_EVENTS,
+        events: FleetListeners = NO_EVENTS,
     ) -> None:
         self.id = replica.id
         self.label = replica.id.encode()
@@ -112,7 +112,7 @@ class ReplicaHandle:
         self._tokens = 0
         self._restarted = self._leaving = False
         self._shared = shared
-        self._watchdog = Watchdog()
+        self._watchdog = ReplicaWatchdog()
         self._feed: NdjsonStream | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -157,7 +157,7 @@ class ReplicaHandle:
         if self.survival_check is check:
             self.survival_check = None
 
-    def take_connection(self) -> Connection | None:
+    def take_connection(self) -> UpstreamConnection | None:
         """A way for a request that needs no waiting, if there is one."""
         stream = None if self._frames is None else self._frames.take()
         return self.pool.take() if stream is None else stream

@@ -17,10 +17,10 @@ from msgspec import structs
 
 from gateway.routing.discovered_server import DiscoveredServer, is_labelled, with_kv_events
 from gateway.routing.endpoint_slices import EndpointSlices, ServiceEndpoint
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.convert import convert
 from policy.config.deployment import ModelSpec
-from policy.config.external_servers import Discovery, ExternalServer, ServerSettings
+from policy.config.external_servers import DiscoveryConfig, ExternalServer, ServerSettings
 from policy.deployment_file.external_server_checks import check_servers
 from policy.errors import ConfigError
 from store.kubernetes.engine_pod_labels import PREFIX
@@ -30,10 +30,10 @@ from store.watched_files import WatchedFiles
 class ServerDiscovery:
     """The servers of all external models; to be asked every few seconds, and when they ``changed``."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: StructuredLog) -> None:
         self._log = log
         self.changed = asyncio.Event()
-        self._found: dict[str, tuple[Discovery, tuple[DiscoveredServer, ...]]] = {}
+        self._found: dict[str, tuple[DiscoveryConfig, tuple[DiscoveredServer, ...]]] = {}
         self._files: dict[str, WatchedFiles] = {}
         self._slices: dict[str, EndpointSlices] = {}
         self._failed: set[str] = set()
@@ -76,7 +76,7 @@ class ServerDiscovery:
         await self.keep(())
 
     async def _look(
-        self, spec: ModelSpec, discovery: Discovery, last: tuple[DiscoveredServer, ...]
+        self, spec: ModelSpec, discovery: DiscoveryConfig, last: tuple[DiscoveredServer, ...]
     ) -> tuple[DiscoveredServer, ...]:
         model = spec.name
         if discovery.file is not None:
@@ -95,7 +95,7 @@ class ServerDiscovery:
         return _servers(await _resolve(discovery.dns), discovery)
 
     def _read_file(
-        self, model: str, discovery: Discovery, last: tuple[DiscoveredServer, ...]
+        self, model: str, discovery: DiscoveryConfig, last: tuple[DiscoveredServer, ...]
     ) -> tuple[DiscoveredServer, ...]:
         path = Path(str(discovery.file))
         file = self._files.setdefault(model, WatchedFiles(path))
@@ -114,11 +114,13 @@ def _of(server: ExternalServer, source: str) -> DiscoveredServer:
     return DiscoveredServer(**structs.asdict(server), source=source)
 
 
-def _settings(discovery: Discovery) -> dict[str, Any]:
+def _settings(discovery: DiscoveryConfig) -> dict[str, Any]:
     return {name: getattr(discovery, name) for name in ServerSettings.__struct_fields__}
 
 
-def _servers(endpoints: Sequence[ServiceEndpoint], discovery: Discovery) -> tuple[DiscoveredServer, ...]:
+def _servers(
+    endpoints: Sequence[ServiceEndpoint], discovery: DiscoveryConfig
+) -> tuple[DiscoveredServer, ...]:
     scheme = "https" if discovery.https else "http"
     servers = []
     for each in endpoints:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from gateway.routing.mapped_rows import HEADER, OWN, MappedRows, Peer, Table
+from gateway.routing.mapped_rows import HEADER, OWN, MappedRows, PeerRow, TableLayout
 
 BEAT_EVERY_S: Final = 0.25
 RING_ENTRIES: Final = 4096
@@ -24,9 +24,9 @@ _SEQUENCE, _CONNECTIONS = OWN, OWN + 1
 _ENTRY: Final = struct.Struct("4Q")
 _ENTRY_WORDS: Final = 4
 
-_LINKS = Table(at=0, slots=1024, counts=3)
-_TENANTS = Table(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
-_ACCOUNTS = Table(at=_TENANTS.at + _TENANTS.words, slots=4096, counts=3)
+_LINKS = TableLayout(at=0, slots=1024, counts=3)
+_TENANTS = TableLayout(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
+_ACCOUNTS = TableLayout(at=_TENANTS.at + _TENANTS.words, slots=4096, counts=3)
 _RING = _ACCOUNTS.at + _ACCOUNTS.words
 _ROW: Final = _RING + RING_ENTRIES * _ENTRY_WORDS
 # Another version, or other sizes, must not be read as this one.
@@ -135,7 +135,7 @@ class SharedRows(SharedCounts):
         self._head, self._base = rows.head, rows.base
         self._mine: dict[int, int] = {}
         self._tenants: dict[int, int] = {}
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: tuple[PeerRow, ...] = ()
         self.alone = True
         self._rings: list[int] = []
         self._accepting: list[int] = []
@@ -274,7 +274,7 @@ class SharedRows(SharedCounts):
         self._rows.begin()
         words[head + _CONNECTIONS] = 0
 
-    def _sums(self, table: Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, int, int]:
+    def _sums(self, table: TableLayout, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, int, int]:
         """The three counts of ``key``, each summed over the live rows."""
         places = known.get(key)
         if places is None:
@@ -288,7 +288,7 @@ class SharedRows(SharedCounts):
                 third += counts[at + 3]
         return first, second, third
 
-    def _find(self, table: Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, ...]:
+    def _find(self, table: TableLayout, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, ...]:
         """Where the live rows count ``key``; kept in ``known`` until their keys change."""
         if len(known) >= table.slots:
             known.clear()
@@ -296,7 +296,7 @@ class SharedRows(SharedCounts):
         known[key] = found = tuple([at for at in places if at >= 0])
         return found
 
-    def _claim(self, table: Table, known: dict[int, int], key: int) -> int:
+    def _claim(self, table: TableLayout, known: dict[int, int], key: int) -> int:
         """A slot for ``key`` in this row, -1 when there is none: it is then not counted here."""
         words, counts, rows = self._words, self._counts, self._rows
         at = rows.free(table, key)

@@ -16,7 +16,7 @@ from store.json_log_format import Field, line
 from store.log_file import RotatingLog
 
 if TYPE_CHECKING:
-    from gateway.request_context import Call
+    from gateway.request_context import RequestContext
 
 WRITE_EVERY_S = 0.5
 # Some 10 MB of lines that a slow disk has not taken; what comes then is counted, and not written.
@@ -36,7 +36,7 @@ class AccessLog:
         self._file: RotatingLog | None = None
         self._writing = asyncio.Lock()
 
-    def call(self, call: Call, model: str, tenant: str, seconds: float) -> None:
+    def call(self, call: RequestContext, model: str, tenant: str, seconds: float) -> None:
         """Log a call of a hot route that took ``seconds``; ``model`` and ``tenant`` are empty if unknown."""
         usage, adapter, replica = call.usage, call.adapter, call.replica
         fields: dict[str, Field] = {

@@ -15,7 +15,7 @@ from gateway.telemetry.metric_families import MetricFamilies, TokenCounters, pub
 from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:
-    from gateway.request_context import Call
+    from gateway.request_context import RequestContext
 
 # Those that are asked for first, which are as a rule those that are asked for most.
 MOST: Final = 200
@@ -38,7 +38,7 @@ class AdapterCounters:
         self.ttft = HistogramCounter(SECONDS)
         self.changed = False
 
-    def count(self, call: Call, began: float) -> None:
+    def count(self, call: RequestContext, began: float) -> None:
         """Count a call that began at this instant, whatever its outcome."""
         self.changed = True
         self.requests[call.outcome] += 1

@@ -12,7 +12,7 @@ from gateway.telemetry.metric_families import MetricFamilies
 from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:
-    from gateway.request_context import Call
+    from gateway.request_context import RequestContext
 
 PROVIDER: Final = "tidegate"
 DURATION = tuple(0.01 * 2.0**i for i in range(14))
@@ -39,7 +39,7 @@ class GenAiCounters:
         self.input = HistogramCounter(TOKENS)
         self.output = HistogramCounter(TOKENS)
 
-    def count(self, call: Call, began: float, ended: float) -> None:
+    def count(self, call: RequestContext, began: float, ended: float) -> None:
         """Count a call that began and ended at these instants, whatever its outcome."""
         error = "" if call.outcome == "ok" else call.outcome
         duration = self.durations.get(error)

@@ -8,7 +8,7 @@ from gateway.telemetry.metric_families import MergedHistogram
 from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 
 if TYPE_CHECKING:
-    from gateway.request_context import Call
+    from gateway.request_context import RequestContext
 
 # The bounds are those of the whole.
 PART_NAMES = ("gateway", "queue", "network", "engine")
@@ -43,7 +43,7 @@ class GapParts:
         self.network = HistogramCounter(GAPS)
         self.engine = HistogramCounter(GAPS)
 
-    def add(self, call: Call) -> None:
+    def add(self, call: RequestContext) -> None:
         """Count a stream of several events whose replica reported the engine's times."""
         gap_s, events = call.mean_gap_s, call.events
         engine_s = min(gap_s, call.engine_span_s / (events - 1))

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from policy.stats.histogram import HistogramCounter
 from policy.wire.metric_definitions import METRICS
 
@@ -56,7 +56,7 @@ class TokenCounters:
     def __init__(self) -> None:
         self.prompt = self.cached = self.completion = 0
 
-    def count(self, usage: Usage) -> None:
+    def count(self, usage: TokenUsage) -> None:
         self.prompt += usage.prompt
         self.cached += usage.cached
         self.completion += usage.completion

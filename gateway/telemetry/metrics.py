@@ -38,11 +38,11 @@ from policy.routing.replica_health import HealthCounters
 from policy.signals.gateway_worker_counters import WorkerCounters
 from policy.stats.histogram import GAPS, SECONDS, HistogramCounter
 from policy.types import Priority
-from policy.wire.metric_definitions import Kind
+from policy.wire.metric_definitions import MetricType
 from store.os_process import ProcessUsage
 
 if TYPE_CHECKING:
-    from gateway.request_context import Call
+    from gateway.request_context import RequestContext
 
 # Of tenants and adapters, published in one turn of the event loop: 30 us each, and the first time 200 us.
 LABELS: Final = 20
@@ -143,7 +143,7 @@ class ModelCounters(HealthCounters):
         if not probe:
             self.totals.arrive(prompt_tokens)
 
-    def count(self, call: Call, began: float, ended: float) -> None:
+    def count(self, call: RequestContext, began: float, ended: float) -> None:
         """Count a call that began and ended at these instants, whatever its outcome."""
         self.requests[call.route.path, call.outcome] += 1
         first_at, queued_s = call.first_byte_at, call.queued_s
@@ -192,7 +192,7 @@ class ModelCounters(HealthCounters):
         elif call.outcome in NO_ROOM:
             self.totals.refused += 1
 
-    def _count_gen_ai(self, call: Call, began: float, ended: float) -> None:
+    def _count_gen_ai(self, call: RequestContext, began: float, ended: float) -> None:
         operation = OPERATIONS.get(call.route.path)
         if operation is not None and not call.probe:
             counters = self.gen_ai.get(operation)
@@ -231,7 +231,7 @@ def _edge(bounds: tuple[float, ...], value: float) -> str:
     return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
-class Metrics:
+class WorkerMetrics:
     """The metrics of one worker, in a registry whose files all workers of a host share."""
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ class Metrics:
         """Publish what this process uses, and how late its event loop was."""
         self._processes.publish(process, usage, lag_s)
 
-    def collect(self, kinds: Collection[str] = tuple(Kind)) -> Iterable[Metric]:
+    def collect(self, kinds: Collection[str] = tuple(MetricType)) -> Iterable[Metric]:
         """The families of ``kinds`` over all workers, live gauges over those that still run.
 
         Takes long: in a thread.

@@ -24,12 +24,12 @@ from prometheus_client.utils import floatToGoString
 from gateway.http.internal_client import internal_client
 from gateway.telemetry.engine_metrics import EngineMetrics
 from gateway.telemetry.exemplars import Exemplar
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
 from policy.stats.histogram import SECONDS
 from policy.types import Replica, ReplicaPhase
 from policy.wire.controller import METRICS as CONTROLLER_METRICS
-from policy.wire.metric_definitions import GROUPS, METRICS, WORKERS, Kind, Metric, Samples
+from policy.wire.metric_definitions import GROUPS, METRICS, WORKERS, Metric, MetricType, Samples
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -70,7 +70,7 @@ class Scraper:
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         secret: str,
         deployment: Callable[[], Deployment],
         replicas: Callable[[], Sequence[ScrapedReplica]],
@@ -168,7 +168,7 @@ class _Families:
     """The families of ``chosen``, in their order, as a registry collects them."""
 
     def __init__(
-        self, chosen: Sequence[Metric], metrics: Metrics, samples: Samples, openmetrics: bool
+        self, chosen: Sequence[Metric], metrics: WorkerMetrics, samples: Samples, openmetrics: bool
     ) -> None:
         self._chosen = chosen
         self._metrics = metrics
@@ -186,7 +186,7 @@ class _Families:
                 family.unit = metric.unit
             if (own := collected.get(metric.name)) is not None:
                 family.samples = [each for each in own.samples if not each.name.endswith("_created")]
-                if self._openmetrics and own.type == Kind.HISTOGRAM:
+                if self._openmetrics and own.type == MetricType.HISTOGRAM:
                     _drop_sum(family)
             if metric.name in marked:
                 _mark(family, shown)
@@ -213,7 +213,7 @@ def _samples(replicas: Sequence[ScrapedReplica]) -> Samples:
 
 def _add(family: Family, metric: Metric, samples: Iterable[tuple[tuple[str, ...], float]]) -> None:
     for values, value in samples:
-        if len(values) == len(metric.labels) and metric.kind is not Kind.HISTOGRAM:
+        if len(values) == len(metric.labels) and metric.kind is not MetricType.HISTOGRAM:
             labels = dict(zip(metric.labels, values, strict=True))
             family.add_sample(metric.series, labels, value)
 

@@ -10,7 +10,7 @@ from typing import TextIO
 from store.json_log_format import Field, error_fields, line
 
 
-class Log:
+class StructuredLog:
     """One JSON object a line; of an error its type and places, as its text may quote a request."""
 
     def __init__(self, worker: int, stream: TextIO | None = None) -> None:
@@ -44,7 +44,7 @@ class LibraryHandler(logging.Handler):
     Other texts may hold what a client sent.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: StructuredLog) -> None:
         super().__init__(logging.WARNING)
         self._log = log
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.protocol.body import Body
+from gateway.protocol.body import RequestBody
 from gateway.protocol.prompt_features import grid_of, seed_of
-from gateway.request_context import Call
+from gateway.request_context import RequestContext
 from policy.request import Request
 from policy.types import Runner
 from store.event_loop.timer_coalescing import sleep_to_next
@@ -39,7 +39,7 @@ class BufferLimits(NamedTuple):
 LIMITS = BufferLimits()
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class CaptureRow(msgspec.Struct, frozen=True, array_like=True):
     """A request that has ended, as sent between workers. ``at`` is its arrival by the host's monotonic clock.
 
     ``grid`` are hashes of the beginnings of its prompt, one each
@@ -61,7 +61,7 @@ class CaptureBatch(msgspec.Struct, frozen=True, array_like=True):
 
     pid: int
     lost: int
-    rows: list[Row]
+    rows: list[CaptureRow]
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Subscriber:
     """A subscriber's socket, the rows that wait for it, with how many hashes, and how many did not fit."""
 
     path: Path
-    waiting: deque[Row] = field(default_factory=deque)
+    waiting: deque[CaptureRow] = field(default_factory=deque)
     hashes: int = 0
     lost: int = 0
 
@@ -89,14 +89,16 @@ class CapturePublisher:
         self._socket.setblocking(False)
         self._closed = False
 
-    def ended(self, call: Call, request: Request, body: Body, raw: bytes, began: float) -> None:
+    def ended(
+        self, call: RequestContext, request: Request, body: RequestBody, raw: bytes, began: float
+    ) -> None:
         """Record a generated answer, even if cut short; ``began`` is its arrival by ``time.monotonic``."""
         usage = call.usage
         if usage is None or call.route.runner is not Runner.GENERATE:
             return
         adapter = request.adapter if call.adapter is None else call.adapter.name
         seed = seed_of(request.model, request.adapter, request.tenant)
-        row = Row(
+        row = CaptureRow(
             began,
             max(usage.prompt if usage.exact else request.prompt_tokens, 1),
             max(usage.completion, 1),
@@ -170,9 +172,9 @@ class CapturePublisher:
         self._socket.close()
 
 
-def _batch(kept: deque[Row]) -> list[Row]:
+def _batch(kept: deque[CaptureRow]) -> list[CaptureRow]:
     """The first rows, as many as fit into a datagram."""
-    rows: list[Row] = []
+    rows: list[CaptureRow] = []
     hashes = 0
     for row in kept:
         rows.append(row)

@@ -21,7 +21,7 @@ from gateway.telemetry.workload_capture_publisher import (
     SUFFIX,
     BufferLimits,
     CaptureBatch,
-    Row,
+    CaptureRow,
 )
 from policy.wire.capture import BLOCK_TOKENS, HEADER, CaptureLine, DroppedRows
 from store.state_dir import own_directory
@@ -42,7 +42,7 @@ class Pseudonyms:
         self._density = cache(density)
         self._key = key
 
-    def line(self, row: Row, started: float) -> CaptureLine:
+    def line(self, row: CaptureRow, started: float) -> CaptureLine:
         """The line for ``row`` in a capture that began at ``started``."""
         return CaptureLine(
             round(row.at - started, 6),
@@ -55,7 +55,7 @@ class Pseudonyms:
             self._blocks(row),
         )
 
-    def _blocks(self, row: Row) -> tuple[int, ...]:
+    def _blocks(self, row: CaptureRow) -> tuple[int, ...]:
         step = BLOCK_TOKENS * self._density(row.model) / BLOCK_BYTES
         count = min(row.input_tokens // BLOCK_TOKENS, int(len(row.grid) / step))
         ends = [max(round(step * number), 1) for number in range(1, count + 1)]

@@ -20,7 +20,7 @@ from time import perf_counter
 import msgspec
 import uvloop
 
-from loadtests.bench.median_and_range import Figure, table
+from loadtests.bench.median_and_range import MedianAndRange, table
 from policy.errors import TidegateError
 from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
@@ -28,13 +28,13 @@ from sim.arrivals import Arrival
 from store.state_dir import StateDir, default_root
 from tidegate.commands.deployment_context import controller_client
 from tidegate.replay.endpoint_api import RequestFormat, models_of, probe, send
-from tidegate.replay.http_client import Pool
-from tidegate.replay.prompts import Prompts
+from tidegate.replay.http_client import ReplayConnectionPool
+from tidegate.replay.prompts import PromptGenerator
 
 BASELINE, GATEWAY = "baseline", "gateway"
 
 
-class Round(msgspec.Struct, frozen=True):
+class BaselineRound(msgspec.Struct, frozen=True):
     """One endpoint in one round: output tokens per second, TTFT p50 in seconds, failed requests."""
 
     tokens_per_s: float
@@ -43,26 +43,28 @@ class Round(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class BaselineComparison(msgspec.Struct, frozen=True):
     """Both endpoints at one number of streams; ratios, by round, are the gateway's over the baseline's."""
 
     streams: int
-    tokens_per_s: dict[str, Figure]
-    ttft_p50_s: dict[str, Figure]
+    tokens_per_s: dict[str, MedianAndRange]
+    ttft_p50_s: dict[str, MedianAndRange]
     errors: dict[str, int]
-    throughput_ratio: Figure
-    ttft_ratio: Figure
+    throughput_ratio: MedianAndRange
+    ttft_ratio: MedianAndRange
 
     @classmethod
-    def of(cls, streams: int, rounds: Sequence[Mapping[str, Round]]) -> Comparison:
+    def of(cls, streams: int, rounds: Sequence[Mapping[str, BaselineRound]]) -> BaselineComparison:
         """The comparison of ``rounds``, each with both endpoints."""
 
-        def figures(name: str) -> dict[str, Figure]:
-            return {side: Figure.of([getattr(each[side], name) for each in rounds]) for side in rounds[0]}
+        def figures(name: str) -> dict[str, MedianAndRange]:
+            return {
+                side: MedianAndRange.of([getattr(each[side], name) for each in rounds]) for side in rounds[0]
+            }
 
-        def ratio(name: str) -> Figure:
+        def ratio(name: str) -> MedianAndRange:
             pairs = [(getattr(each[GATEWAY], name), getattr(each[BASELINE], name)) for each in rounds]
-            return Figure.of([ours / theirs if theirs else 0.0 for ours, theirs in pairs])
+            return MedianAndRange.of([ours / theirs if theirs else 0.0 for ours, theirs in pairs])
 
         return cls(
             streams,
@@ -80,15 +82,15 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class BenchmarkEndpoint:
     """An endpoint with the form of its requests, and the prompts in the length that it counts."""
 
-    pool: Pool
+    pool: ReplayConnectionPool
     request_format: RequestFormat
-    prompts: Prompts
+    prompts: PromptGenerator
 
     @classmethod
-    async def of(cls, pool: Pool, wanted: RequestFormat, seed: int) -> Endpoint:
+    async def of(cls, pool: ReplayConnectionPool, wanted: RequestFormat, seed: int) -> BenchmarkEndpoint:
         """Two short requests find out what the endpoint accepts and how it counts tokens.
 
         Without a model in ``wanted`` it is the endpoint's first one: a server may have another name for it.
@@ -96,9 +98,9 @@ class Endpoint:
         if not wanted.model:
             wanted = replace(wanted, model=(await models_of(pool))[0])
         request_format, fit = await probe(pool, wanted, seed)
-        return cls(pool, request_format, Prompts(seed, fit))
+        return cls(pool, request_format, PromptGenerator(seed, fit))
 
-    async def run(self, bodies: Sequence[bytes], streams: int) -> Round:
+    async def run(self, bodies: Sequence[bytes], streams: int) -> BaselineRound:
         """Send ``bodies`` by ``streams`` clients, each of which sends the next one after an answer."""
         left = iter(bodies)
         tokens, errors = 0, []
@@ -118,7 +120,7 @@ class Endpoint:
         await asyncio.gather(*(client() for _ in range(streams)))
         wall_s = perf_counter() - began
         p50_s = statistics.median(ttfts) if ttfts else 0.0
-        return Round(tokens / wall_s, p50_s, len(errors), errors[0] if errors else "")
+        return BaselineRound(tokens / wall_s, p50_s, len(errors), errors[0] if errors else "")
 
     def bodies(self, numbers: Iterator[int], requests: int, prompt_tokens: int, tokens: int) -> list[bytes]:
         """Requests whose prompts no other request shares."""
@@ -130,7 +132,7 @@ class Endpoint:
         ]
 
 
-def replica_pool(state: StateDir) -> Pool:
+def replica_pool(state: StateDir) -> ReplayConnectionPool:
     """The only ready replica of the deployment on ``state``; ``TidegateError`` for another count."""
     client = controller_client(state)
     try:
@@ -139,17 +141,19 @@ def replica_pool(state: StateDir) -> Pool:
         client.close()
     if len(ready) != 1:
         raise TidegateError(f"{len(ready)} replicas are ready: a comparison needs one")
-    return Pool(ready[0].url, headers={SECRET_HEADER: state.secret()})
+    return ReplayConnectionPool(ready[0].url, headers={SECRET_HEADER: state.secret()})
 
 
-async def compare(pools: Mapping[str, Pool], options: argparse.Namespace) -> list[Comparison]:
+async def compare(
+    pools: Mapping[str, ReplayConnectionPool], options: argparse.Namespace
+) -> list[BaselineComparison]:
     """Measure both endpoints at each number of streams; the first of a round alternates."""
     wanted = RequestFormat(model=options.model, chat=options.chat)
-    endpoints = {side: await Endpoint.of(pool, wanted, options.seed) for side, pool in pools.items()}
+    endpoints = {side: await BenchmarkEndpoint.of(pool, wanted, options.seed) for side, pool in pools.items()}
     numbers = count()
     found = []
     for streams in options.streams:
-        rounds: list[dict[str, Round]] = []
+        rounds: list[dict[str, BaselineRound]] = []
         for number in range(options.rounds):
             measured = {}
             for side in (BASELINE, GATEWAY) if number % 2 == 0 else (GATEWAY, BASELINE):
@@ -161,11 +165,13 @@ async def compare(pools: Mapping[str, Pool], options: argparse.Namespace) -> lis
                 if result.error:
                     sys.stderr.write(f"{side}, {streams} streams: {result.errors} failed: {result.error}\n")
             rounds.append(measured)
-        found.append(Comparison.of(streams, rounds))
+        found.append(BaselineComparison.of(streams, rounds))
     return found
 
 
-async def _compared(pools: Mapping[str, Pool], options: argparse.Namespace) -> list[Comparison]:
+async def _compared(
+    pools: Mapping[str, ReplayConnectionPool], options: argparse.Namespace
+) -> list[BaselineComparison]:
     try:
         return await compare(pools, options)
     finally:
@@ -174,7 +180,7 @@ async def _compared(pools: Mapping[str, Pool], options: argparse.Namespace) -> l
         await asyncio.sleep(0)  # the event loop closes their connections in its next turn
 
 
-def rendered(found: Sequence[Comparison]) -> str:
+def rendered(found: Sequence[BaselineComparison]) -> str:
     """A Markdown table: medians over the rounds, with the lowest and highest."""
     head = ["streams"]
     head += [f"{side} {name}" for name in ("tokens/s", "TTFT p50 ms") for side in (BASELINE, GATEWAY)]
@@ -219,8 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.streams = [int(each) for each in options.streams.split(",")]
     state = StateDir(options.state_dir or default_root())
     try:
-        baseline = Pool(options.baseline) if options.baseline else replica_pool(state)
-        pools = {BASELINE: baseline, GATEWAY: Pool(options.gateway, options.api_key)}
+        baseline = ReplayConnectionPool(options.baseline) if options.baseline else replica_pool(state)
+        pools = {BASELINE: baseline, GATEWAY: ReplayConnectionPool(options.gateway, options.api_key)}
         found = uvloop.run(_compared(pools, options))
     except (TidegateError, OSError) as error:
         sys.stderr.write(f"{error}\n")

@@ -11,7 +11,7 @@ import msgspec
 _BEGAN = time.monotonic()
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BenchmarkSize(msgspec.Struct, frozen=True, kw_only=True):
     """``scale`` multiplies every number of requests; ``cell_s`` is the duration of a latency cell."""
 
     rounds: int = 5

@@ -16,7 +16,7 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.application import client_app
-from gateway.protocol.paths import ROUTES, Route
+from gateway.protocol.paths import ROUTES, ProxyRoute
 
 ROUNDS, REQUESTS = 9, 4000
 BODY = b'{"model":"alpha","messages":[{"role":"user","content":"hi"}]}'
@@ -24,7 +24,7 @@ HEADERS = [(b"host", b"x"), (b"content-type", b"application/json"), (b"authoriza
 PATH = next(iter(ROUTES))
 
 
-async def serve(route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+async def serve(route: ProxyRoute, scope: Scope, receive: Receive, send: Send) -> None:
     """A minimal handler: read the body and answer."""
     await receive()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise, repeat, takewhile
 from time import perf_counter
 from typing import Any
 
-from tidegate.replay.http_client import Connection
+from tidegate.replay.http_client import ReplayConnection
 
 GRACE_S = 30.0
 # Of a closed loop, whose duration is not known before.
@@ -22,7 +22,7 @@ CLOSED_LOOP_S = 600.0
 
 
 @dataclass(slots=True)
-class Result:
+class LoadResult:
     """The result of a run. Latencies are seconds from the instant at which a request was due.
 
     ``wrong`` counts errors: another ``status`` than 200, a body that ``differs``, a stream that ended with an
@@ -51,7 +51,7 @@ class _Answer:
         self.read_at.append(at)
 
 
-class Load:
+class LoadGenerator:
     """Requests to one port until all were answered; make one for each run.
 
     ``request(i)`` is the i-th request's bytes.
@@ -61,10 +61,10 @@ class Load:
         self._port = port
         self._request = request
         self._expected = expected
-        self._result = Result()
-        self._idle: list[Connection] = []
+        self._result = LoadResult()
+        self._idle: list[ReplayConnection] = []
 
-    async def closed(self, count: int, clients: int) -> Result:
+    async def closed(self, count: int, clients: int) -> LoadResult:
         """``count`` requests by ``clients``, each of which sends the next after an answer."""
         numbers = iter(range(count))
 
@@ -77,7 +77,7 @@ class Load:
 
         return await self._run(run(), count, clients, CLOSED_LOOP_S)
 
-    async def open(self, due: Sequence[float], clients: int = 32) -> Result:
+    async def open(self, due: Sequence[float], clients: int = 32) -> LoadResult:
         """A request at each of ``due``, seconds from now in order, independent of earlier ones."""
 
         async def run() -> None:
@@ -92,7 +92,7 @@ class Load:
 
     async def _run(
         self, work: Coroutine[Any, Any, None], count: int, clients: int, expected_s: float
-    ) -> Result:
+    ) -> LoadResult:
         result = self._result
         self._idle = [await self._connect() for _ in range(clients)]
         began = perf_counter()
@@ -133,15 +133,15 @@ class Load:
         differs = "error_event" if b'"error"' in end else "differs"
         result.wrong["status" if status != 200 else differs] += 1
 
-    def _open_connection(self) -> Connection | None:
+    def _open_connection(self) -> ReplayConnection | None:
         while self._idle:
             if (connection := self._idle.pop()).open:
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> ReplayConnection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        _, connection = await loop.create_connection(ReplayConnection, "127.0.0.1", self._port)
         return connection
 
 

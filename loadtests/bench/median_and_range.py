@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 
-class Figure(msgspec.Struct, frozen=True):
+class MedianAndRange(msgspec.Struct, frozen=True):
     """One number of a table: the median over rounds, and the lowest and highest round."""
 
     median: float
@@ -16,13 +16,13 @@ class Figure(msgspec.Struct, frozen=True):
     high: float
 
     @classmethod
-    def of(cls, rounds: Sequence[float]) -> Figure:
+    def of(cls, rounds: Sequence[float]) -> MedianAndRange:
         """The figure of ``rounds``, at least one of them."""
         return cls(statistics.median(rounds), min(rounds), max(rounds))
 
-    def times(self, factor: float) -> Figure:
+    def times(self, factor: float) -> MedianAndRange:
         """The same in another unit."""
-        return Figure(self.median * factor, self.low * factor, self.high * factor)
+        return MedianAndRange(self.median * factor, self.low * factor, self.high * factor)
 
     def text(self, digits: int = 0, scale: float = 1.0) -> str:
         """``median (low-high)``, times ``scale``."""
@@ -31,9 +31,9 @@ class Figure(msgspec.Struct, frozen=True):
         return middle if low == high else f"{middle} ({low}-{high})"
 
 
-def figures_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
+def medians_and_ranges(rounds: Sequence[Mapping[str, float]]) -> dict[str, MedianAndRange]:
     """The figure of each quantity that was measured in every round."""
-    return {name: Figure.of([each[name] for each in rounds]) for name in rounds[0]}
+    return {name: MedianAndRange.of([each[name] for each in rounds]) for name in rounds[0]}
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -16,10 +16,10 @@ from pathlib import Path
 import uvloop
 
 from loadtests.bench import report
-from loadtests.bench.benchmark_size import Plan, log
+from loadtests.bench.benchmark_size import BenchmarkSize, log
 from loadtests.bench.parts import cost, failing, latency, routing
-from loadtests.bench.processes import Mock, mock
-from loadtests.bench.systems import PEERS, System, available
+from loadtests.bench.processes import MockUpstream, mock
+from loadtests.bench.systems import PEERS, BenchmarkedSystem, available
 
 PARTS = ("cost", "latency", "routing", "adapters", "failing", "soak")
 REPLICAS = 4
@@ -32,7 +32,7 @@ SAME = ("smg/round_robin", "sglang-router/round_robin")
 
 def chosen(
     wanted: Sequence[str], folder: Path | None, workers: Sequence[int]
-) -> tuple[list[System], dict[str, str]]:
+) -> tuple[list[BenchmarkedSystem], dict[str, str]]:
     """The systems to compare, Tidegate first, and the peers that were left out with the reason.
 
     ``wanted`` are names of peers or ``peer/policy``, ``tidegate/traced``, ``tidegate/limited``; empty
@@ -42,14 +42,14 @@ def chosen(
     peers = [peer for peer in PEERS if not wanted or peer.name in names]
     pythons, left_out = available(folder, peers)
     systems = [
-        System("tidegate" if count == 1 else f"tidegate, {count} workers", workers=count)
+        BenchmarkedSystem("tidegate" if count == 1 else f"tidegate, {count} workers", workers=count)
         for count in workers
         if not wanted or "tidegate" in wanted
     ]
-    systems += [System("tidegate/traced", traced=True)] if "tidegate/traced" in wanted else []
-    systems += [System("tidegate/limited", limited=True)] if "tidegate/limited" in wanted else []
+    systems += [BenchmarkedSystem("tidegate/traced", traced=True)] if "tidegate/traced" in wanted else []
+    systems += [BenchmarkedSystem("tidegate/limited", limited=True)] if "tidegate/limited" in wanted else []
     systems += [
-        System(f"{peer.name}/{policy}", peer=peer, policy=policy, python=pythons[peer.name])
+        BenchmarkedSystem(f"{peer.name}/{policy}", peer=peer, policy=policy, python=pythons[peer.name])
         for peer in peers
         if peer.name in pythons
         for policy in peer.policies
@@ -59,7 +59,11 @@ def chosen(
 
 
 async def run(
-    part: str, systems: Sequence[System], upstream: Mock, plan: Plan, left_out: dict[str, str]
+    part: str,
+    systems: Sequence[BenchmarkedSystem],
+    upstream: MockUpstream,
+    plan: BenchmarkSize,
+    left_out: dict[str, str],
 ) -> object:
     """One part's results; ``left_out`` takes the systems that failed, and why."""
     single = [system for system in systems if system.workers == 1]
@@ -111,13 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first core is for the gateway, the next for load and upstream (the same one if it is alone).
     cores = sorted(os.sched_getaffinity(0))
     gateway_cores, other_cores = tuple(cores[:1]), tuple(cores[1:2] or cores)
-    plan = Plan(
+    plan = BenchmarkSize(
         gateway_cores=gateway_cores, other_cores=other_cores, **{name: getattr(given, name) for name in SIZES}
     )
     wanted = [name for name in given.systems.split(",") if name]
     systems, left_out = chosen(wanted, given.peers_dir, [int(each) for each in given.workers.split(",")])
     clones = [Path(each).resolve() for each in given.clones.split(",") if each]
-    systems += [System(f"tidegate/{clone.name}", clone=clone) for clone in clones]
+    systems += [BenchmarkedSystem(f"tidegate/{clone.name}", clone=clone) for clone in clones]
     for name, reason in left_out.items():
         log(f"left out: {name}: {reason}")
     if not systems:
@@ -148,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _versions(systems: Sequence[System]) -> dict[str, str]:
+def _versions(systems: Sequence[BenchmarkedSystem]) -> dict[str, str]:
     return {system.peer.name: system.peer.version for system in systems if system.peer is not None}
 
 

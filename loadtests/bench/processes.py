@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from loadtests.bench.replica import Counts, Setting
-from loadtests.bench.upstream import Order
+from loadtests.bench.replica import MockReplicaCounts, MockReplicaSettings
+from loadtests.bench.upstream import UpstreamCommand
 
 STOP_S = 10.0
 
@@ -33,7 +33,7 @@ def pinned(argv: Sequence[str], cores: Sequence[int]) -> list[str]:
     return ["/usr/bin/taskset", "-c", ",".join(map(str, cores)), *argv]
 
 
-class Tree:
+class ProcessTree:
     """One or more processes and all their children; ``log`` gets their output."""
 
     def __init__(self, log: Path) -> None:
@@ -127,7 +127,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-class Mock:
+class MockUpstream:
     """A handle on the upstream: ``ports`` of its replicas, and its control connection."""
 
     def __init__(self, ports: list[int], control: int) -> None:
@@ -140,18 +140,18 @@ class Mock:
         """Base URLs of the replicas."""
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
-    def order(self, order: Order) -> list[Counts]:
+    def order(self, order: UpstreamCommand) -> list[MockReplicaCounts]:
         """Send an order; returns the counts of each replica after it."""
         self._socket.sendall(msgspec.json.encode(order) + b"\n")
-        return msgspec.json.decode(self._answers.readline(), type=list[Counts])
+        return msgspec.json.decode(self._answers.readline(), type=list[MockReplicaCounts])
 
-    def configure(self, setting: Setting) -> None:
+    def configure(self, setting: MockReplicaSettings) -> None:
         """Set the behaviour of all replicas, with empty caches and counts."""
-        self.order(Order(setting=setting))
+        self.order(UpstreamCommand(setting=setting))
 
-    def counts(self) -> list[Counts]:
+    def counts(self) -> list[MockReplicaCounts]:
         """The counts of each replica since they were configured."""
-        return self.order(Order())
+        return self.order(UpstreamCommand())
 
     def close(self) -> None:
         self._answers.close()
@@ -159,7 +159,7 @@ class Mock:
 
 
 @contextmanager
-def mock(replicas: int, cores: Sequence[int]) -> Iterator[Mock]:
+def mock(replicas: int, cores: Sequence[int]) -> Iterator[MockUpstream]:
     """An upstream process with ``replicas`` ports, on ``cores``."""
     ports = free_ports(replicas)
     process = subprocess.Popen(
@@ -171,7 +171,7 @@ def mock(replicas: int, cores: Sequence[int]) -> Iterator[Mock]:
     try:
         assert process.stdout is not None
         control = int(process.stdout.readline().split()[1])
-        handle = Mock(ports, control)
+        handle = MockUpstream(ports, control)
         try:
             yield handle
         finally:

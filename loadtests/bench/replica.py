@@ -11,7 +11,7 @@ import msgspec
 CHARS_PER_TOKEN = 4
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class MockReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The behaviour of replicas. Durations are seconds; tokens are prompt tokens.
 
     A streamed answer has ``chunks`` events, ``gap_s`` apart. The first comes after a prefill on one of
@@ -31,7 +31,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     adapters: int = 0
 
 
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
+class MockReplicaCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of one replica: requests by prefix, prefills without a cache hit, adapter loads."""
 
     requests: int = 0
@@ -40,7 +40,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     by_prefix: dict[int, int] = {}
 
 
-class Mark(NamedTuple):
+class PromptMarker(NamedTuple):
     """The mark of a prompt: its shared prefix, and the tokens of the prefix and of the whole."""
 
     prefix: int
@@ -56,22 +56,22 @@ def marked(prefix: int, prefix_chars: int, chars: int) -> str:
 MARK_CHARS = len(marked(0, 0, 0))
 
 
-def read_mark(body: bytes) -> Mark | None:
+def read_mark(body: bytes) -> PromptMarker | None:
     """The mark of the first prompt in ``body`` that has one."""
     at = body.find(b"[p", 0, 4096)
     if at < 0 or body[at + MARK_CHARS - 1 : at + MARK_CHARS] != b"]":
         return None
     prefix, own, whole = body[at + 2 : at + MARK_CHARS - 1].split(b":")
-    return Mark(int(prefix), int(own) // CHARS_PER_TOKEN, int(whole) // CHARS_PER_TOKEN)
+    return PromptMarker(int(prefix), int(own) // CHARS_PER_TOKEN, int(whole) // CHARS_PER_TOKEN)
 
 
-class Replica:
+class MockReplica:
     """The caches and the queue of one replica."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: MockReplicaSettings) -> None:
         self.configure(setting)
 
-    def configure(self, setting: Setting) -> None:
+    def configure(self, setting: MockReplicaSettings) -> None:
         """Set the behaviour; caches and counts start empty."""
         self.setting = setting
         self._cached: OrderedDict[int, int] = OrderedDict()
@@ -85,16 +85,16 @@ class Replica:
         """Multiply the time of every prefill by ``factor``, with caches as they are."""
         self.setting = msgspec.structs.replace(self.setting, slow=factor)
 
-    def counts(self) -> Counts:
+    def counts(self) -> MockReplicaCounts:
         """The counts since the last :meth:`configure`."""
-        return Counts(
+        return MockReplicaCounts(
             requests=self._by_prefix.total(),
             by_prefix=dict(self._by_prefix),
             cold=self._cold,
             loads=self._loads,
         )
 
-    def arrive(self, mark: Mark, adapter: str, at: float) -> float:
+    def arrive(self, mark: PromptMarker, adapter: str, at: float) -> float:
         """Take a request; returns the instant of its first token.
 
         Prefills run in order of arrival, each on the lane that is free first. A prefix is cached when its
@@ -110,7 +110,7 @@ class Replica:
         heapreplace(self._free_at, first)
         return first
 
-    def _hit(self, mark: Mark) -> int:
+    def _hit(self, mark: PromptMarker) -> int:
         """Tokens that need no prefill; the prefix is the most recently used from now on."""
         cached = self._cached
         if mark.prefix in cached:

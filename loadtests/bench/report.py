@@ -13,32 +13,32 @@ from typing import Any
 
 import msgspec
 
-from loadtests.bench.median_and_range import Figure, table
-from loadtests.bench.parts.cost import Cost, Soak
-from loadtests.bench.parts.failing import Failing
-from loadtests.bench.parts.latency import Latencies
-from loadtests.bench.parts.routing import Routed
-from loadtests.bench.parts.token_cost import Cost as Token
-from sim.charts.figure_style import Panel, bars
+from loadtests.bench.median_and_range import MedianAndRange, table
+from loadtests.bench.parts.cost import SoakResult, SystemCost
+from loadtests.bench.parts.failing import FailureResult
+from loadtests.bench.parts.latency import LatencyResults
+from loadtests.bench.parts.routing import RoutingResult
+from loadtests.bench.parts.token_cost import TokenCost as Token
+from sim.charts.figure_style import ChartPanel, bars
 
 
-def plot(title: str, panels: Mapping[str, Mapping[str, Figure]]) -> str:
+def plot(title: str, panels: Mapping[str, Mapping[str, MedianAndRange]]) -> str:
     """Bars with ranges as an SVG; systems whose names begin with ``tidegate`` have their own colour."""
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    missing = Figure(math.nan, math.nan, math.nan)
+    missing = MedianAndRange(math.nan, math.nan, math.nan)
     rows = {title: [figures.get(name, missing) for name in names] for title, figures in panels.items()}
     return bars(
         title,
         names,
         [
-            Panel(name, [each.median for each in row], ranges=[(each.low, each.high) for each in row])
+            ChartPanel(name, [each.median for each in row], ranges=[(each.low, each.high) for each in row])
             for name, row in rows.items()
         ],
         ours=[name for name in names if name.startswith("tidegate")],
     )
 
 
-class Part(msgspec.Struct, kw_only=True):
+class ReportPart(msgspec.Struct, kw_only=True):
     """One part's file: what was measured, when, where and how."""
 
     part: str
@@ -63,7 +63,7 @@ def store(
 ) -> None:
     """Write the file of one part, measured on this machine now, into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = Part(
+    made = ReportPart(
         part=part,
         at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=command,
@@ -77,7 +77,7 @@ def store(
 
 
 def cost(results: Any) -> str:
-    costs = msgspec.convert(results, dict[str, Cost])
+    costs = msgspec.convert(results, dict[str, SystemCost])
     head = ["system", "us/request", "at 32 KB", "at 240 KB", "us/chunk, 32 streams", "128 streams",
             "peak MiB", "cold start s"]  # fmt: skip
     rows = []
@@ -90,7 +90,7 @@ def cost(results: Any) -> str:
 
 
 def latency(results: Any) -> str:
-    measured = msgspec.convert(results, Latencies)
+    measured = msgspec.convert(results, LatencyResults)
     text = (
         f"Streams of {measured.chunks} chunks; 100 % are the {measured.capacity:.0f} streams/s that a core "
         f"carries with {measured.slowest}.\n\n"
@@ -127,9 +127,9 @@ def adapters(results: Any) -> str:
     return _routed(results, ("loads",), lambda each: [each.loads.text()])
 
 
-def _routed(results: Any, head: Sequence[str], counts: Callable[[Routed], list[str]]) -> str:
+def _routed(results: Any, head: Sequence[str], counts: Callable[[RoutingResult], list[str]]) -> str:
     """A table for each scene: what was counted, how even it was, and the times to the first token."""
-    scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
+    scenes = msgspec.convert(results, dict[str, dict[str, RoutingResult]])
     text = ""
     for scene, systems in scenes.items():
         rows = [
@@ -143,7 +143,7 @@ def _routed(results: Any, head: Sequence[str], counts: Callable[[Routed], list[s
 
 
 def failing(results: Any) -> str:
-    scenes = msgspec.convert(results, dict[str, dict[str, Failing]])
+    scenes = msgspec.convert(results, dict[str, dict[str, FailureResult]])
     head = ["system", "replica", "failed", "with an error", "TTFT p50 ms", "p99"]
     rows = [
         [name, scene, each.failed.text(), each.reported.text(), each.p50.text(0, 1e3), each.p99.text(0, 1e3)]
@@ -154,7 +154,7 @@ def failing(results: Any) -> str:
 
 
 def soak(results: Any) -> str:
-    measured = msgspec.convert(results, Soak)
+    measured = msgspec.convert(results, SoakResult)
     start, quarter, end = (measured.memory[i] / 2**20 for i in (0, len(measured.memory) // 4, -1))
     head = ["requests", "MiB at first", "at a quarter", "at the end", "bytes/request after a quarter"]
     row = [str(measured.requests[-1]), f"{start:.1f}", f"{quarter:.1f}", f"{end:.1f}"]
@@ -199,7 +199,7 @@ PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _cost_plot(results: Any) -> str:
-    costs = msgspec.convert(results, dict[str, Cost])
+    costs = msgspec.convert(results, dict[str, SystemCost])
     return plot(
         "Processor time of the gateway, microseconds (median and range of the rounds)",
         {
@@ -211,7 +211,7 @@ def _cost_plot(results: Any) -> str:
 
 
 def _routing_plot(results: Any) -> str:
-    scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
+    scenes = msgspec.convert(results, dict[str, dict[str, RoutingResult]])
     return plot(
         "Mean time to the first token, ms (median and range of the rounds)",
         {
@@ -245,7 +245,7 @@ def write(folder: Path) -> None:
         path = folder / f"{name}.json"
         if not path.exists():
             continue
-        part = msgspec.json.decode(path.read_bytes(), type=Part)
+        part = msgspec.json.decode(path.read_bytes(), type=ReportPart)
         text += f"### {title}\n\n{render(part.results)}\n"
         versions = ", ".join(f"{what} {version}" for what, version in part.versions.items())
         text += f"`{part.command}`, {part.at}, {part.machine}, {part.rounds} rounds; {versions}."

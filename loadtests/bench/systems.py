@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtests.bench.processes import ROOT, Tree, free_ports
+from loadtests.bench.processes import ROOT, ProcessTree, free_ports
 from loadtests.bench.upstream_answers import BODY
 from loadtests.bench.workload import KEY, chat
 from store.state_dir import StateDir
@@ -30,7 +30,7 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerRouter:
     """A router for OpenAI-compatible servers: its Python package and its policies that are measured."""
 
     name: str
@@ -84,13 +84,13 @@ class Peer:
 
 
 PEERS = (
-    Peer("vllm-router", "vllm_router", ("round_robin", "cache_aware", "consistent_hash"), "warning"),
-    Peer("smg", "smg", ("round_robin", "cache_aware", "prefix_hash"), "warn"),
-    Peer("sglang-router", "sglang_router", ("round_robin", "cache_aware"), "warn"),
+    PeerRouter("vllm-router", "vllm_router", ("round_robin", "cache_aware", "consistent_hash"), "warning"),
+    PeerRouter("smg", "smg", ("round_robin", "cache_aware", "prefix_hash"), "warn"),
+    PeerRouter("sglang-router", "sglang_router", ("round_robin", "cache_aware"), "warn"),
 )
 
 
-def available(folder: Path | None, wanted: Sequence[Peer]) -> tuple[dict[str, Path], dict[str, str]]:
+def available(folder: Path | None, wanted: Sequence[PeerRouter]) -> tuple[dict[str, Path], dict[str, str]]:
     """Interpreters of the peers that can run, and the reasons for the others; missing ones are installed."""
     pythons: dict[str, Path] = {}
     left_out: dict[str, str] = {}
@@ -119,7 +119,7 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class System:
+class BenchmarkedSystem:
     """One column of the comparison: Tidegate with a number of workers, or a peer with a policy.
 
     Tidegate that is ``traced`` sends the traces of 1 % of the requests to the upstream; ``limited``, the
@@ -128,7 +128,7 @@ class System:
     """
 
     name: str
-    peer: Peer | None = None
+    peer: PeerRouter | None = None
     policy: str = ""
     workers: int = 1
     python: Path | None = None
@@ -142,12 +142,12 @@ class System:
 
 
 @dataclass
-class Running:
+class RunningSystem:
     """A ready system on ``port``; it took ``cold_start_s`` seconds to start."""
 
-    system: System
+    system: BenchmarkedSystem
     port: int
-    tree: Tree
+    tree: ProcessTree
     cold_start_s: float = 0.0
 
 
@@ -178,12 +178,12 @@ def document(
 
 @contextmanager
 def running(
-    system: System, urls: Sequence[str], cores: Sequence[int], *, retries: bool = False
-) -> Iterator[Running]:
+    system: BenchmarkedSystem, urls: Sequence[str], cores: Sequence[int], *, retries: bool = False
+) -> Iterator[RunningSystem]:
     """``system`` in front of the servers at ``urls``, on ``cores``; raises RuntimeError when it fails."""
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tree = Tree(root / "log.txt")
+        tree = ProcessTree(root / "log.txt")
         stack.callback(tree.stop)
         began = time.perf_counter()
         if system.peer is None:
@@ -205,13 +205,13 @@ def running(
             port, metrics = free_ports(2)
             argv = system.peer.argv(system.python, system.policy, urls, port, metrics, retries=retries)
             tree.start(argv, cores, cwd=root)
-        found = Running(system, port, tree)
+        found = RunningSystem(system, port, tree)
         _wait(found, began, probes=system.workers * 8)
         found.cold_start_s = time.perf_counter() - began if system.workers > 1 else found.cold_start_s
         yield found
 
 
-def _wait(found: Running, began: float, probes: int) -> None:
+def _wait(found: RunningSystem, began: float, probes: int) -> None:
     """Wait until ``probes`` requests in a row, on new connections, get the upstream's answer."""
     good = 0
     while good < probes:

@@ -18,8 +18,8 @@ from pathlib import Path
 import uvloop
 
 from loadtests.bench import report
-from loadtests.bench.benchmark_size import Plan, log
-from loadtests.bench.parts.token_cost import BASELINE, Cost, measure
+from loadtests.bench.benchmark_size import BenchmarkSize, log
+from loadtests.bench.parts.token_cost import BASELINE, TokenCost, measure
 from loadtests.bench.parts.token_servers import (
     ENGINE,
     FRONT,
@@ -27,7 +27,7 @@ from loadtests.bench.parts.token_servers import (
     GROUPS,
     MAX_STREAMS,
     OTHER,
-    Row,
+    ServingPath,
     binding_of,
     deployment,
     gateway_over_http,
@@ -55,7 +55,7 @@ ROWS = {
 OURS = {"replica", "gateway", "gateway-http"}
 
 
-class Programs:
+class BenchmarkPrograms:
     """What the rows need that is not Tidegate's; ``left_out`` are the rows that cannot be had, and why."""
 
     def __init__(self, wanted: Collection[str], folder: Path | None) -> None:
@@ -73,11 +73,11 @@ class Programs:
 
 
 async def serve_and_measure(
-    programs: Programs, streams: Sequence[int], plan: Plan
-) -> dict[str, dict[str, Cost]]:
+    programs: BenchmarkPrograms, streams: Sequence[int], plan: BenchmarkSize
+) -> dict[str, dict[str, TokenCost]]:
     """Start what the rows need, and measure them; raises RuntimeError if one does not answer."""
     wanted = programs.rows
-    rows: dict[str, Row] = {}
+    rows: dict[str, ServingPath] = {}
     with ExitStack() as stack:
         model = write_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         binding = "0"
@@ -85,12 +85,12 @@ async def serve_and_measure(
             ours = stack.enter_context(deployment(model))
             found = await ours.server.ready()
             binding = binding_of(found)
-            rows["replica"] = Row("tidegate: replica", ours.replica(), ((found, (FRONT, ENGINE)),))
-            rows["gateway"] = Row("tidegate: gateway, replica", ours.server.pool, ((found, GROUPS),))
+            rows["replica"] = ServingPath("tidegate: replica", ours.replica(), ((found, (FRONT, ENGINE)),))
+            rows["gateway"] = ServingPath("tidegate: gateway, replica", ours.server.pool, ((found, GROUPS),))
             if "gateway-http" in wanted:
                 plain = stack.enter_context(gateway_over_http(ours))
                 parts = ((await plain.ready(), (GATEWAY,)), (found, (FRONT, ENGINE, OTHER)))
-                rows["gateway-http"] = Row("tidegate: gateway, replica, HTTP", plain.pool, parts)
+                rows["gateway-http"] = ServingPath("tidegate: gateway, replica, HTTP", plain.pool, parts)
         engines = {name: [row for row in wanted if row.endswith(name)] for name in (BASELINE, RUST)}
         started = {
             name: stack.enter_context(
@@ -101,13 +101,13 @@ async def serve_and_measure(
         }
         for name, server in started.items():
             found = await server.ready()
-            rows[name] = Row(name, server.pool, ((found, (FRONT, ENGINE)),))
+            rows[name] = ServingPath(name, server.pool, ((found, (FRONT, ENGINE)),))
             for way in engines[name]:
                 if (peer := next((each for each in PEERS if way == f"{each.name}+{name}"), None)) is None:
                     continue
                 before = stack.enter_context(router(peer, programs.pythons[peer.name], server.url, way))
                 relaying = (await before.ready(), (GATEWAY,))
-                rows[way] = Row(way, before.pool, (relaying, (found, (FRONT, ENGINE))))
+                rows[way] = ServingPath(way, before.pool, (relaying, (found, (FRONT, ENGINE))))
         return await measure([rows[name] for name in wanted], streams, plan)
 
 
@@ -133,13 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     streams = [int(each) for each in given.streams.split(",")]
     if not all(1 <= each <= MAX_STREAMS for each in streams):
         parser.error(f"--streams is {given.streams}; expected numbers from 1 to {MAX_STREAMS}")
-    programs = Programs(wanted, given.peers_dir)
+    programs = BenchmarkPrograms(wanted, given.peers_dir)
     for row, reason in programs.left_out.items():
         log(f"left out: {row}: {reason}")
     if not programs.rows:
         parser.error("nothing to measure")
     try:
-        results = uvloop.run(serve_and_measure(programs, streams, Plan(rounds=given.rounds, out=given.out)))
+        results = uvloop.run(
+            serve_and_measure(programs, streams, BenchmarkSize(rounds=given.rounds, out=given.out))
+        )
     except (RuntimeError, TidegateError) as error:
         log(f"failed: {error}")
         return 1

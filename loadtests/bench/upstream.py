@@ -13,24 +13,30 @@ from typing import cast
 import msgspec
 import uvloop
 
-from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Replica, Setting, read_mark
+from loadtests.bench.replica import (
+    CHARS_PER_TOKEN,
+    MockReplica,
+    MockReplicaCounts,
+    MockReplicaSettings,
+    read_mark,
+)
 from loadtests.bench.upstream_answers import ANSWER, CHUNK, END, HEAD, LAST, models, rendered, usage
 
 
-class Order(msgspec.Struct, kw_only=True):
+class UpstreamCommand(msgspec.Struct, kw_only=True):
     """An order to the control port: configure all replicas, or make one slow, dead or alive."""
 
-    setting: Setting | None = None
+    setting: MockReplicaSettings | None = None
     replica: int = 0
     slow: float | None = None
     kill: bool = False
     revive: bool = False
 
 
-class Exchange(asyncio.Protocol):
+class MockServerConnection(asyncio.Protocol):
     """One connection: a request is read whole, answered, and the next one is read."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: MockReplicaServer) -> None:
         self._server = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -127,12 +133,12 @@ def unchunked(data: bytes) -> bytes:
     return b"".join(parts)
 
 
-class Server:
+class MockReplicaServer:
     """One replica on one port, which can be killed and revived."""
 
-    def __init__(self, port: int, setting: Setting) -> None:
+    def __init__(self, port: int, setting: MockReplicaSettings) -> None:
         self._port = port
-        self.replica = Replica(setting)
+        self.replica = MockReplica(setting)
         self.open: set[asyncio.Transport] = set()
         self._listening: asyncio.Server | None = None
 
@@ -140,7 +146,7 @@ class Server:
         """Listen, if it does not."""
         if self._listening is None:
             self._listening = await asyncio.get_running_loop().create_server(
-                lambda: Exchange(self), "127.0.0.1", self._port, backlog=4096
+                lambda: MockServerConnection(self), "127.0.0.1", self._port, backlog=4096
             )
 
     def kill(self) -> None:
@@ -153,13 +159,13 @@ class Server:
 
 
 async def _serve(ports: list[int]) -> None:
-    servers = [Server(port, Setting()) for port in ports]
+    servers = [MockReplicaServer(port, MockReplicaSettings()) for port in ports]
     for server in servers:
         await server.revive()
 
     async def control(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
-            order = msgspec.json.decode(line, type=Order)
+            order = msgspec.json.decode(line, type=UpstreamCommand)
             chosen = servers[order.replica]
             if order.setting is not None:
                 for server in servers:
@@ -170,7 +176,7 @@ async def _serve(ports: list[int]) -> None:
                 chosen.kill()
             if order.revive:
                 await chosen.revive()
-            counts: list[Counts] = [server.replica.counts() for server in servers]
+            counts: list[MockReplicaCounts] = [server.replica.counts() for server in servers]
             writer.write(msgspec.json.encode(counts) + b"\n")
         writer.close()
 

@@ -42,7 +42,7 @@ def chat(content: str, *, model: str = "alpha", stream: bool = False) -> bytes:
     return json.dumps({**body, "stream": True} if stream else body).encode()
 
 
-class Sized:
+class SizedChats:
     """Chats of ``size`` bytes with ``prefixes`` different texts in rotation."""
 
     def __init__(self, size: int, prefixes: int, *, stream: bool = False) -> None:
@@ -55,7 +55,7 @@ class Sized:
         return self._requests[index % len(self._requests)]
 
 
-class Prefixed:
+class PrefixedChats:
     """Chats whose first ``prefix_chars`` are one of several texts, in the order of ``draws``."""
 
     def __init__(self, draws: Sequence[int], prefix_chars: int, own_chars: int) -> None:
@@ -73,7 +73,7 @@ class Prefixed:
         return request(chat(content, stream=True))
 
 
-class Adapted:
+class AdapterChats:
     """Short chats for adapters, in the order of ``names``."""
 
     def __init__(self, names: Sequence[str], chars: int) -> None:

@@ -16,20 +16,32 @@ from itertools import zip_longest
 
 import msgspec
 
-from policy.adapter_placement.types import Assignment, Bounds, Demand, Host, Move, Plan, Reason
+from policy.adapter_placement.types import (
+    AdapterAssignment,
+    PlacementHost,
+    PlacementMove,
+    PlacementParameters,
+    PlacementPlan,
+    PlacementReason,
+    VersionDemand,
+)
 from policy.hashing import rendezvous
 
 # How often a plan is made, in seconds.
 PLAN_PERIOD_S = 5.0
 # The assignment of a version that had none.
-NO_ASSIGNMENT = Assignment(name="", hosts=(), value=0.0, why="")
+NO_ASSIGNMENT = AdapterAssignment(name="", hosts=(), value=0.0, why="")
 # Tolerated shortage of slots for loads on demand, and the margin required before their number falls.
 SHORT, MARGIN = 0.25, 0.25
 
 
 def plan(
-    hosts: Iterable[Host], demands: Iterable[Demand], last: Plan, at: float, bounds: Bounds | None = None
-) -> Plan:
+    hosts: Iterable[PlacementHost],
+    demands: Iterable[VersionDemand],
+    last: PlacementPlan,
+    at: float,
+    bounds: PlacementParameters | None = None,
+) -> PlacementPlan:
     """The plan at ``at`` (seconds) after ``last``; deterministic.
 
     Without replicas the last plan stays, for replicas that return.
@@ -37,7 +49,7 @@ def plan(
     listed = sorted((host for host in hosts if host.slots), key=lambda host: host.id)
     if not listed:
         return msgspec.structs.replace(last, at=at, moves=(), hold={}, load={})
-    draft = _Draft(listed, last, at, bounds or Bounds())
+    draft = _Draft(listed, last, at, bounds or PlacementParameters())
     chosen = draft.choose([demand for demand in demands if demand.expected > 0.0])
     for demand in chosen:
         draft.keep(demand)
@@ -51,7 +63,9 @@ def plan(
 class _Draft:
     """A plan under construction: the steps of :func:`plan`, in their order."""
 
-    def __init__(self, hosts: Sequence[Host], last: Plan, at: float, bounds: Bounds) -> None:
+    def __init__(
+        self, hosts: Sequence[PlacementHost], last: PlacementPlan, at: float, bounds: PlacementParameters
+    ) -> None:
         self._hosts = {host.id: host for host in hosts}
         self._at, self._bounds, self._last = at, bounds, last
         self._before = {home.name: home for home in last.homes}
@@ -61,12 +75,12 @@ class _Draft:
         # Requests per second and seat: of all demand, and of the versions with slots.
         self._whole = self._fair = 0.0
         self._asked: set[str] = set()
-        self._chosen: dict[str, Demand] = {}
-        self._homes: dict[str, Assignment] = {}
-        self._left: list[Demand] = []
+        self._chosen: dict[str, VersionDemand] = {}
+        self._homes: dict[str, AdapterAssignment] = {}
+        self._left: list[VersionDemand] = []
         self._free = bounds.free
 
-    def choose(self, demands: Sequence[Demand]) -> list[Demand]:
+    def choose(self, demands: Sequence[VersionDemand]) -> list[VersionDemand]:
         """The demands that get slots, the most valuable first, with hysteresis for existing ones."""
         self._asked = {demand.name for demand in demands}
         # The exact sum, which the order of the demands cannot change.
@@ -87,7 +101,7 @@ class _Draft:
         self._fair = sum(demand.expected for demand in chosen) / self._seats
         return chosen
 
-    def _spare(self, ordered: Sequence[Demand]) -> None:
+    def _spare(self, ordered: Sequence[VersionDemand]) -> None:
         """Reserve slots for loads on demand: as many as those requests use at once, at most half.
 
         By Little's law that is their rate times the seconds that one occupies a slot, plus one standard
@@ -105,14 +119,14 @@ class _Draft:
                 break
         self._room = {host.id: max(1, host.slots - self._free) for host in self._hosts.values()}
 
-    def keep(self, demand: Demand) -> None:
+    def keep(self, demand: VersionDemand) -> None:
         """Keep its assignments, as far as there is room and as many are wanted."""
         home = self._homes[demand.name]
         stays = [host for host in self._last_of(demand).hosts if self._takes(host, demand)]
         for host in stays[: home.degree]:
-            self._give(demand, host, Reason.KEPT, home.moved_at)
+            self._give(demand, host, PlacementReason.KEPT, home.moved_at)
 
-    def settle(self, demand: Demand) -> None:
+    def settle(self, demand: VersionDemand) -> None:
         """Add the assignments that it lacks, if it may move or its replicas are gone."""
         while len(self._homes[demand.name].hosts) < self._homes[demand.name].degree:
             home = self._homes[demand.name]
@@ -148,40 +162,44 @@ class _Draft:
             if less:
                 self._move(less, other, most)
 
-    def plan(self) -> Plan:
-        homes: list[Assignment] = []
-        moves: list[Move] = []
+    def plan(self) -> PlacementPlan:
+        homes: list[AdapterAssignment] = []
+        moves: list[PlacementMove] = []
         for home in sorted(self._homes.values(), key=lambda home: (-home.value, home.name)):
             had = self._before.get(home.name, NO_ASSIGNMENT).hosts
             left = [host for host in had if host not in home.hosts]
             came = [host for host in home.hosts if host not in had]
             for source, target in zip_longest(left, came, fillvalue=""):
-                why = home.why if target else Reason.FEWER
-                moves.append(Move(name=home.name, source=source, target=target, why=why))
+                why = home.why if target else PlacementReason.FEWER
+                moves.append(PlacementMove(name=home.name, source=source, target=target, why=why))
             homes.append(home)
         for before in self._before.values():
             if before.name in self._homes:
                 continue
-            why = Reason.DISPLACED if before.name in self._asked else Reason.UNWANTED
-            moves += [Move(name=before.name, source=host, target="", why=why) for host in before.hosts]
-            if before.hosts and why == Reason.DISPLACED:
-                homes.append(Assignment(name=before.name, hosts=(), value=0.0, why=why, moved_at=self._at))
+            why = PlacementReason.DISPLACED if before.name in self._asked else PlacementReason.UNWANTED
+            moves += [
+                PlacementMove(name=before.name, source=host, target="", why=why) for host in before.hosts
+            ]
+            if before.hosts and why == PlacementReason.DISPLACED:
+                homes.append(
+                    AdapterAssignment(name=before.name, hosts=(), value=0.0, why=why, moved_at=self._at)
+                )
             elif not before.hosts and self._rests(before):
                 homes.append(before)
         hold = {host: tuple(home.name for home in homes if host in home.hosts) for host in self._hosts}
         load = {host: self._per_seat(host) / self._fair if self._fair else 0.0 for host in self._hosts}
-        return Plan(
+        return PlacementPlan(
             at=self._at, homes=tuple(homes), hold=hold, moves=tuple(moves), load=load, free=self._free
         )
 
-    def _last_of(self, demand: Demand) -> Assignment:
+    def _last_of(self, demand: VersionDemand) -> AdapterAssignment:
         return self._before.get(demand.name, NO_ASSIGNMENT)
 
-    def _worth(self, demand: Demand) -> tuple[float, str]:
+    def _worth(self, demand: VersionDemand) -> tuple[float, str]:
         gain = self._bounds.gain if self._last_of(demand).hosts else 1.0
         return -gain * demand.value, demand.name
 
-    def _enter(self, demand: Demand) -> None:
+    def _enter(self, demand: VersionDemand) -> None:
         """Give it slots; their number follows from its load and from waiting requests."""
         bounds, at, before = self._bounds, self._at, self._last_of(demand)
         seats = self._seats / len(self._hosts)
@@ -200,28 +218,30 @@ class _Draft:
                 degree, spare = had - 1, at
         most = sum(demand.name not in host.refused for host in self._hosts.values())
         self._chosen[demand.name] = demand
-        self._homes[demand.name] = Assignment(
+        self._homes[demand.name] = AdapterAssignment(
             name=demand.name,
             hosts=(),
             value=demand.value,
-            why=Reason.NOWHERE,
+            why=PlacementReason.NOWHERE,
             degree=min(degree, bounds.copies or most, most),
             moved_at=before.moved_at,
             waits_since=waits,
             spare_since=spare,
         )
 
-    def _rests(self, home: Assignment) -> bool:
+    def _rests(self, home: AdapterAssignment) -> bool:
         """Whether its last move is too recent for another one."""
         return home.moved_at is not None and self._at - home.moved_at < self._bounds.move_s
 
-    def _takes(self, host: str, demand: Demand) -> bool:
+    def _takes(self, host: str, demand: VersionDemand) -> bool:
         return self._room.get(host, 0) > 0 and self._could(demand.name, host)
 
-    def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, Reason]:
+    def _best(
+        self, demand: VersionDemand, free: Sequence[PlacementHost]
+    ) -> tuple[PlacementHost, PlacementReason]:
         """The best replica of ``free`` for it, and the reason."""
 
-        def claim(host: Host) -> float:
+        def claim(host: PlacementHost) -> float:
             return rendezvous(demand.key, host.key, host.seats)
 
         share = demand.expected / self._homes[demand.name].degree
@@ -229,18 +249,20 @@ class _Draft:
         most = self._bounds.load * self._fair
         within = [h for h in free if self._load[h.id] + share <= max(most * h.seats, share)]
         if not within:
-            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), Reason.LEAST
+            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), PlacementReason.LEAST
         if resident := [host for host in within if demand.name in host.resident]:
-            return max(resident, key=claim), Reason.RESIDENT
+            return max(resident, key=claim), PlacementReason.RESIDENT
         # Engines pad a batch to its largest rank, so similar ranks go together where load is low.
         light = [host for host in within if self._per_seat(host.id) < self._fair] or within
         first = max(light, key=claim)
         best = max(light, key=lambda host: (-self._padding(host, demand.rank), claim(host)))
         if best is not first:
-            return best, Reason.ALIKE
-        return best, Reason.CLAIMED if best is max(self._hosts.values(), key=claim) else Reason.BOUNDED
+            return best, PlacementReason.ALIKE
+        return best, PlacementReason.CLAIMED if best is max(
+            self._hosts.values(), key=claim
+        ) else PlacementReason.BOUNDED
 
-    def _padding(self, host: Host, rank: int) -> int:
+    def _padding(self, host: PlacementHost, rank: int) -> int:
         """The distance of ``rank`` from the largest rank on the replica."""
         ranks = [self._chosen[home.name].rank for home in self._homes.values() if host.id in home.hosts]
         return abs(rank - max(ranks)) if ranks else 0
@@ -273,7 +295,7 @@ class _Draft:
     def _per_seat(self, host: str) -> float:
         return self._load[host] / self._hosts[host].seats
 
-    def _give(self, demand: Demand, host: str, why: Reason, moved_at: float | None) -> None:
+    def _give(self, demand: VersionDemand, host: str, why: PlacementReason, moved_at: float | None) -> None:
         home = self._homes[demand.name]
         self._homes[demand.name] = msgspec.structs.replace(
             home, hosts=(*home.hosts, host), why=_reason(why, demand), moved_at=moved_at
@@ -284,7 +306,7 @@ class _Draft:
     def _move(self, name: str, source: str, target: str) -> None:
         home = self._homes[name]
         hosts = tuple(target if host == source else host for host in home.hosts)
-        why = _reason(Reason.EVENED, self._chosen[name])
+        why = _reason(PlacementReason.EVENED, self._chosen[name])
         self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=why, moved_at=self._at)
         self._room[source] += 1
         self._room[target] -= 1
@@ -292,5 +314,5 @@ class _Draft:
         self._load[target] += self._share(name)
 
 
-def _reason(why: Reason, demand: Demand) -> str:
+def _reason(why: PlacementReason, demand: VersionDemand) -> str:
     return f"{why}; {demand.expected:.3g} requests/s times {demand.load_s:.3g} s of a load"

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Reason(StrEnum):
+class PlacementReason(StrEnum):
     """The reason for an assignment, a move, or the absence of one."""
 
     KEPT = "is assigned there already"
@@ -24,7 +24,7 @@ class Reason(StrEnum):
     ON_DEMAND = "loaded on demand: the slots are taken by what costs more to load again and again"
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementHost(msgspec.Struct, frozen=True, kw_only=True):
     """A ready or starting replica; ``key`` is its 64-bit hash for rendezvous hashing.
 
     ``slots`` is its number of adapter slots, ``seats`` its maximum number of concurrent requests (more than
@@ -39,7 +39,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     refused: frozenset[str] = frozenset()
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
+class VersionDemand(msgspec.Struct, frozen=True, kw_only=True):
     """The demand for one version; ``name`` is its serving name, ``key`` a 64-bit hash of it.
 
     ``rate`` is in requests per second, ``forecast`` the rate expected once a load that starts now is done. A
@@ -67,7 +67,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return self.expected * self.load_s
 
 
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementParameters(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a plan. Durations are seconds.
 
     ``load`` is the load bound of a replica, in units of the mean. A version gets one more replica for each
@@ -88,8 +88,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     gain: float = 1.25
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas (``hosts``) of a version and the reason ``why``; ``value`` as in :class:`Demand`.
+class AdapterAssignment(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas (``hosts``) of a version and the reason ``why``; ``value`` as in :class:`VersionDemand`.
 
     ``degree`` is the desired number of replicas. ``moved_at`` is the instant of the last move,
     ``waits_since`` since when requests wait for a slot, ``spare_since`` since when fewer replicas would be
@@ -107,7 +107,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     spare_since: float | None = None
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementMove(msgspec.Struct, frozen=True, kw_only=True):
     """A change since the last plan; ``source`` is empty for a new replica, ``target`` for a removed one."""
 
     name: str
@@ -116,7 +116,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The assignments ``homes`` by value, and the same by replica: ``hold``, the most valuable first.
 
     ``load`` is the load of each replica from planned versions, in units of its fair share; ``free`` the slots
@@ -124,15 +124,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     at: float = 0.0
-    homes: tuple[Assignment, ...] = ()
+    homes: tuple[AdapterAssignment, ...] = ()
     hold: dict[str, tuple[str, ...]] = {}
-    moves: tuple[Move, ...] = ()
+    moves: tuple[PlacementMove, ...] = ()
     load: dict[str, float] = {}
     free: int = 0
 
     def explain(self, name: str) -> str:
         found = next((home for home in self.homes if home.name == name), None)
-        return found.why if found is not None else Reason.ON_DEMAND
+        return found.why if found is not None else PlacementReason.ON_DEMAND
 
 
-EMPTY = Plan()
+EMPTY = PlacementPlan()

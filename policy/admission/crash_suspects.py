@@ -15,7 +15,7 @@ FORGOTTEN_S: Final = 3600.0
 MAX_LOSSES: Final = 1024
 
 
-class Suspicion(StrEnum):
+class SuspectRestriction(StrEnum):
     """What follows for a request: nothing, no other suspect may run beside it, or it may not run."""
 
     NONE = "none"
@@ -28,7 +28,7 @@ class Suspicion(StrEnum):
 TOGETHER_S: Final = 0.1
 
 
-class Loss:
+class RequestLoss:
     """Copies of a request that were lost with one replica at about one instant."""
 
     def __init__(self, replica: int, at: float) -> None:
@@ -37,7 +37,7 @@ class Loss:
         self.count = 1
 
 
-class Suspects:
+class CrashSuspects:
     """The lost requests of the last hour by fingerprint, and the deaths of replicas. Instants are seconds.
 
     A request that was in flight at two deaths, alone among all that were, is guilty. Of several that were at
@@ -49,7 +49,7 @@ class Suspects:
 
     def __init__(self) -> None:
         # By the instant of the last loss or death, the oldest first.
-        self._losses: dict[int, list[Loss]] = {}
+        self._losses: dict[int, list[RequestLoss]] = {}
         self._served: dict[int, float] = {}
         self._deaths: dict[int, list[float]] = {}
         self._models: dict[int, str] = {}
@@ -71,7 +71,7 @@ class Suspects:
             if loss.replica == replica and loss.at >= served_at and abs(at - loss.at) <= TOGETHER_S:
                 loss.count += 1
                 return
-        losses.append(Loss(replica, at))
+        losses.append(RequestLoss(replica, at))
         self._count += 1
         while self._count > MAX_LOSSES:
             self._drop(next(iter(self._losses)))
@@ -97,21 +97,23 @@ class Suspects:
         own = self._deaths_of(fingerprint)
         return len(own) > 0 and not self._blamed(own)
 
-    def suspicion(self, fingerprint: int, at: float) -> Suspicion:
+    def suspicion(self, fingerprint: int, at: float) -> SuspectRestriction:
         """What is held against such a request at ``at``."""
         self._forget(at)
         if len(self._losses.get(fingerprint, ())) < 2:
-            return Suspicion.NONE
+            return SuspectRestriction.NONE
         own = self._blamed(self._deaths_of(fingerprint, self._served.get(fingerprint, 0.0)))
         if len(own) < 2:
-            return Suspicion.NONE
+            return SuspectRestriction.NONE
         present = 0
         for other, losses in self._losses.items():
             if len(losses) >= 2:
                 theirs = self._deaths_of(other)
                 present += min([theirs[death] for death in own])
         last = max(died_at for _, died_at in own)
-        return Suspicion.GUILTY if present == 1 and at - last < REFUSED_S else Suspicion.ALONE
+        return (
+            SuspectRestriction.GUILTY if present == 1 and at - last < REFUSED_S else SuspectRestriction.ALONE
+        )
 
     def _deaths_of(self, fingerprint: int, since: float = 0.0) -> Counter[tuple[int, float]]:
         """The deaths (replica and instant) at which such requests were lost, and how many at each."""

@@ -16,10 +16,10 @@ from typing import Final, Generic, TypeVar
 
 from policy.admission.affinity_dispatch import FreeSlots, any_room, dispatch
 from policy.admission.equivalence_classes import EquivalenceClasses, Requirements, requirements_of
-from policy.admission.fairness import FairQueue, Peers, QueueOrder
-from policy.admission.queue import Admitted, Queue
-from policy.admission.replica_pool_interface import Replica, ReplicaPool
-from policy.admission.retry_policy import AttemptOutcome, Cause, Rejection, RetryState, retryable
+from policy.admission.fairness import FairQueue, PeerTokenCounts, QueueOrder
+from policy.admission.queue import AdmissionQueue, AdmittedRequest
+from policy.admission.replica_pool_interface import DispatchableReplica, ReplicaPool
+from policy.admission.retry_policy import AttemptOutcome, Rejection, RejectionCause, RetryState, retryable
 from policy.admission.worker_slot_sharing import RANKS, rank_of
 from policy.errors import Refusal
 from policy.request import Request
@@ -45,10 +45,10 @@ MOST_REJECTED: Final = 128
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
 _BOUND_BY_SLO: Final = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 
-R = TypeVar("R", bound=Replica)
+R = TypeVar("R", bound=DispatchableReplica)
 
 
-class Ticket(Generic[R]):
+class DispatchTicket(Generic[R]):
     """The life of one request from its arrival to its last attempt.
 
     After :meth:`enter` it has a replica, or a rejection, or waits (:attr:`queued`), and the dispatcher's
@@ -75,7 +75,7 @@ class Ticket(Generic[R]):
         self.taken_at = 0.0
         self.new_hashes: tuple[int, ...] = ()
         self.expected_wait_s: float | None = None
-        self._admitted: Admitted | None = None
+        self._admitted: AdmittedRequest | None = None
         self._counted = self._entered = self._probe = False
         self._retries = RetryState()
         self._sent_at: float | None = None
@@ -104,9 +104,9 @@ class Ticket(Generic[R]):
             self._counted = True
             owner.health.request(at)
         if pool.unavailable(at):
-            self.rejection = Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA)
+            self.rejection = Rejection(RejectionCause.UNAVAILABLE, Refusal.NO_REPLICA)
         elif request.adapter and pool.cannot_load(request.adapter):
-            self.rejection = Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED)
+            self.rejection = Rejection(RejectionCause.ADAPTER, Refusal.ADAPTER_FAILED)
         if self.rejection is not None:
             return
         candidates = pool.candidates()
@@ -188,7 +188,7 @@ class Ticket(Generic[R]):
         self._admitted = self.dispatcher.queue.begin(self.request, at)
         if not self._retries.may_move(self.replica.breaker, self.dispatcher.health, at):
             self._give_back(at)
-            self.rejection = Rejection(Cause.RETRIES_SPENT, Refusal.NO_REPLICA)
+            self.rejection = Rejection(RejectionCause.RETRIES_SPENT, Refusal.NO_REPLICA)
 
     def _enqueue(self, at: float, *, full: bool, fits: bool) -> None:
         """Wait, or be rejected on arrival; a request that a replica sent back always finds room."""
@@ -215,9 +215,11 @@ class Ticket(Generic[R]):
                 fits=fits,
             )
             for displaced in verdict.displaced:
-                owner.reject(displaced, Rejection(Cause.DISPLACED, Refusal.QUEUE_FULL, verdict.retry_after_s))
+                owner.reject(
+                    displaced, Rejection(RejectionCause.DISPLACED, Refusal.QUEUE_FULL, verdict.retry_after_s)
+                )
             if verdict.refusal is not None:
-                cause = Cause.LATE if verdict.refusal is Refusal.OVERLOADED else Cause.FULL
+                cause = RejectionCause.LATE if verdict.refusal is Refusal.OVERLOADED else RejectionCause.FULL
                 self.rejection = Rejection(cause, verdict.refusal, verdict.retry_after_s)
                 return
             self._entered = True
@@ -279,16 +281,16 @@ class Dispatcher(Generic[R]):
         health: ReplicaHealth,
         *,
         weight: Callable[[str], float],
-        peers: Peers | None = None,
-        resolved: Callable[[Ticket[R]], None],
+        peers: PeerTokenCounts | None = None,
+        resolved: Callable[[DispatchTicket[R]], None],
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.pool = pool
         self.health = health
-        self.queue = Queue(lambda: FairQueue(weight, peers))
-        self.waiting: dict[int, Ticket[R]] = {}
+        self.queue = AdmissionQueue(lambda: FairQueue(weight, peers))
+        self.waiting: dict[int, DispatchTicket[R]] = {}
         self.classes = EquivalenceClasses()
-        self.running: set[Ticket[R]] = set()
+        self.running: set[DispatchTicket[R]] = set()
         self.changed = changed
         self.idle_since = 0.0
         self._resolved = resolved
@@ -307,11 +309,11 @@ class Dispatcher(Generic[R]):
         """
         return self.pool.ready and not self.pool.closing and not self.pool.gives_way
 
-    def begun_before(self, at: float) -> list[Ticket[R]]:
+    def begun_before(self, at: float) -> list[DispatchTicket[R]]:
         """The tickets with a slot that was taken before ``at``."""
         return [each for each in self.running if each.taken_at < at]
 
-    def drain_s(self, at: float, running: Iterable[Ticket[R]]) -> float:
+    def drain_s(self, at: float, running: Iterable[DispatchTicket[R]]) -> float:
         """In how many seconds the last of the ``running`` requests is expected to end."""
         left = self.pool.remaining_s
         ran = [(each.request, each.quote, at - each.taken_at) for each in running]
@@ -394,7 +396,7 @@ class Dispatcher(Generic[R]):
         """
         for ticket in tuple(islice(self.waiting.values(), MOST_REJECTED)):
             self.queue.remove(ticket.request, at)
-            self.reject(ticket.request, Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA))
+            self.reject(ticket.request, Rejection(RejectionCause.UNAVAILABLE, Refusal.NO_REPLICA))
         return not self.waiting
 
     def give_up(self, adapters: set[str], at: float) -> bool:
@@ -412,7 +414,7 @@ class Dispatcher(Generic[R]):
             requests = list(islice(self.classes.of(adapter), left + 1))
             for request in requests:
                 self.queue.remove(request, at)
-                self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
+                self.reject(request, Rejection(RejectionCause.ADAPTER, Refusal.ADAPTER_FAILED))
             left -= len(requests) - 1
             if adapter in self.classes.by_adapter:
                 adapters.add(adapter)
@@ -427,7 +429,9 @@ class Dispatcher(Generic[R]):
         self._resolved(ticket)
 
     def expired(self) -> Rejection:
-        return Rejection(Cause.DEADLINE, Refusal.DEADLINE if self.pool.candidates() else Refusal.NO_REPLICA)
+        return Rejection(
+            RejectionCause.DEADLINE, Refusal.DEADLINE if self.pool.candidates() else Refusal.NO_REPLICA
+        )
 
     def usable(self, request: Request, candidates: list[Candidate], at: float) -> list[Candidate]:
         """The candidates that it may go to, room aside."""
@@ -444,19 +448,19 @@ class Dispatcher(Generic[R]):
             candidates = retryable(request, candidates, self.pool, at)
         return candidates
 
-    def choose(self, ticket: Ticket[R], usable: list[Candidate], at: float) -> bool:
+    def choose(self, ticket: DispatchTicket[R], usable: list[Candidate], at: float) -> bool:
         """Have the router choose one of the ``usable`` replicas for the ticket; returns whether it did."""
         pool, request = self.pool, ticket.request
         granted = pool.granted(usable, ticket.rank, self._ranks[ticket.rank], at)
         ticket.quote = pool.choose(request, granted, at)
         return ticket.quote is not None
 
-    def count_waiting(self, ticket: Ticket[R], change: int) -> None:
+    def count_waiting(self, ticket: DispatchTicket[R], change: int) -> None:
         """It waits now (1), or no longer (-1)."""
         self._ranks[ticket.rank] += change
         self.pool.queued(change, ticket.rank)
 
-    def take_slot(self, ticket: Ticket[R], at: float) -> None:
+    def take_slot(self, ticket: DispatchTicket[R], at: float) -> None:
         """Take a slot of the chosen replica, at once: the next choice depends on it."""
         quote, request = ticket.quote, ticket.request
         assert quote is not None

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Batch(Generic[T]):
+class RequestBatch(Generic[T]):
     """Members of one call, with ``inputs`` of them in all; a waiting batch is sent at ``due``."""
 
     group: Hashable
@@ -27,7 +27,7 @@ class Batch(Generic[T]):
 @dataclass(slots=True, eq=False)
 class _Group(Generic[T]):
     in_progress: int = 0
-    waiting: Batch[T] | None = None
+    waiting: RequestBatch[T] | None = None
 
 
 class BatchingWindows(Generic[T]):
@@ -39,7 +39,7 @@ class BatchingWindows(Generic[T]):
 
     def __init__(self) -> None:
         self._groups: dict[Hashable, _Group[T]] = {}
-        self._waiting: dict[Batch[T], None] = {}
+        self._waiting: dict[RequestBatch[T], None] = {}
 
     @property
     def next_due(self) -> float | None:
@@ -48,7 +48,7 @@ class BatchingWindows(Generic[T]):
 
     def arrive(
         self, group: Hashable, member: T, inputs: int, at: float, *, window_s: float, most: int
-    ) -> list[Batch[T]]:
+    ) -> list[RequestBatch[T]]:
         """Add ``member`` with ``inputs``; returns the batches to send now, in order.
 
         ``most`` bounds the inputs of a batch, and of a member.
@@ -60,7 +60,7 @@ class BatchingWindows(Generic[T]):
         if found.waiting is not None and found.waiting.inputs + inputs > most:
             ready.append(self._send(found))
         if found.waiting is None:
-            found.waiting = Batch(group, at + window_s)
+            found.waiting = RequestBatch(group, at + window_s)
             self._waiting[found.waiting] = None
         batch = found.waiting
         batch.members[member] = inputs
@@ -81,12 +81,12 @@ class BatchingWindows(Generic[T]):
             found.waiting = None
         return True
 
-    def due(self, at: float) -> list[Batch[T]]:
+    def due(self, at: float) -> list[RequestBatch[T]]:
         """The batches whose window has ended."""
         over = [batch for batch in self._waiting if batch.due <= at]
         return [self._send(self._groups[batch.group]) for batch in over]
 
-    def ended(self, batch: Batch[T]) -> Batch[T] | None:
+    def ended(self, batch: RequestBatch[T]) -> RequestBatch[T] | None:
         """The call of ``batch`` has returned; returns the batch to send now, if any."""
         found = self._groups[batch.group]
         found.in_progress -= 1
@@ -97,7 +97,7 @@ class BatchingWindows(Generic[T]):
         del self._groups[batch.group]
         return None
 
-    def _send(self, group: _Group[T]) -> Batch[T]:
+    def _send(self, group: _Group[T]) -> RequestBatch[T]:
         batch, group.waiting = group.waiting, None
         assert batch is not None
         del self._waiting[batch]

@@ -20,7 +20,7 @@ def requirements_of(request: Request) -> Requirements:
     return Requirements(request.adapter, frozenset(request.avoid), request.only)
 
 
-class Key(NamedTuple):
+class EquivalenceKey(NamedTuple):
     """What the requests of a class share: before a replica is closed, short ones fit where long ones do not.
 
     Lengths are the binary digits of the numbers of tokens: of prompts, and of answers if they are long.
@@ -31,8 +31,10 @@ class Key(NamedTuple):
     answer_length: int
 
 
-def key_of(request: Request) -> Key:
-    return Key(requirements_of(request), request.prompt_tokens.bit_length(), request.long_tokens.bit_length())
+def key_of(request: Request) -> EquivalenceKey:
+    return EquivalenceKey(
+        requirements_of(request), request.prompt_tokens.bit_length(), request.long_tokens.bit_length()
+    )
 
 
 class EquivalenceClass:
@@ -81,8 +83,8 @@ class EquivalenceClasses:
     """The classes of the requests that wait; a request keeps the one in which it was added."""
 
     def __init__(self) -> None:
-        self.by_adapter: dict[str, dict[Key, EquivalenceClass]] = {}
-        self._keys: dict[int, Key] = {}
+        self.by_adapter: dict[str, dict[EquivalenceKey, EquivalenceClass]] = {}
+        self._keys: dict[int, EquivalenceKey] = {}
 
     def add(self, request: Request) -> None:
         key = self._keys[request.ticket] = key_of(request)

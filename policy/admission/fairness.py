@@ -1,6 +1,6 @@
 """Fairness: tenants share a model by their weights in tokens, and adapters share within a tenant.
 
-:class:`Discipline` is the port for another order of service (docs/extending.md).
+:class:`QueueDiscipline` is the port for another order of service (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Set
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from policy.admission.indexed_heap import OrderedSet
+from policy.admission.indexed_heap import IndexedHeap
 from policy.admission.virtual_counters import VirtualCounter, VirtualCounters
 from policy.request import Request
 
@@ -30,7 +30,7 @@ class QueueOrder(NamedTuple):
     tag: float
 
 
-class Discipline(Protocol[Charge]):
+class QueueDiscipline(Protocol[Charge]):
     """The order among the requests of one priority. ``tokens`` is the expected cost of those that wait.
 
     ``Charge`` is an opaque receipt for what was charged.
@@ -75,7 +75,7 @@ class Discipline(Protocol[Charge]):
         """The request that makes room for ``newcomer`` of this priority, or of a higher one (``None``)."""
 
 
-class Peers(Protocol):
+class PeerTokenCounts(Protocol):
     """The tokens that the workers of this host charge: each writes its own and reads those of the others."""
 
     def served(self, tenant: str, tokens: int) -> None:
@@ -92,7 +92,7 @@ class _Adapter(VirtualCounter):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.requests: OrderedSet[Request] = OrderedSet()
+        self.requests: IndexedHeap[Request] = IndexedHeap()
 
 
 class _Tenant(VirtualCounter):
@@ -120,19 +120,20 @@ class _Charge:
 
 
 class FairQueue:
-    """The default :class:`Discipline`: the least served tenant first, and of its adapters the least served.
+    """The default :class:`QueueDiscipline`: the least served tenant first, and of its adapters the least
+    served.
 
     ``weight`` is a tenant's share, read when it begins to wait. ``peers`` adds to a waiting tenant what other
     workers serve it meanwhile.
     """
 
     def __init__(
-        self, weight: Callable[[str], float] = lambda tenant: 1.0, peers: Peers | None = None
+        self, weight: Callable[[str], float] = lambda tenant: 1.0, peers: PeerTokenCounts | None = None
     ) -> None:
         self._weight = weight
         self._peers = peers
         self._tenants: VirtualCounters[_Tenant] = VirtualCounters(_Tenant, MOST_TENANTS)
-        self._longest: OrderedSet[_Tenant] = OrderedSet()
+        self._longest: IndexedHeap[_Tenant] = IndexedHeap()
         # The tenants that wait for each adapter, with their requests for it.
         self._flows: dict[str, dict[_Tenant, _Adapter]] = {}
         self._count = 0
@@ -245,7 +246,7 @@ class FairQueue:
             for tenant in tuple(self._tenants.waiting.puts):  # in any order: each is counted on its own
                 self._count_peer(tenant, self._peers)
 
-    def _count_peer(self, tenant: _Tenant, peers: Peers) -> None:
+    def _count_peer(self, tenant: _Tenant, peers: PeerTokenCounts) -> None:
         # Only tenants that wait here are compared, so the others' charges do not matter for the rest.
         now = peers.others(tenant.name)
         if now != tenant.seen:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 _Entry = tuple[float, int, int, T]
 
 
-class OrderedSet(Generic[T]):
+class IndexedHeap(Generic[T]):
     """Least key first, ties by ``then``, then in order of insertion; operations are O(log n), amortised.
 
     A heap whose outdated entries are skipped when they surface, and removed once they are most of it. An

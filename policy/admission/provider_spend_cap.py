@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policy.config.deployment import Price
+from policy.config.deployment import ProviderPrice
 
 HOUR_S = 3600.0
 # The hour is counted in slots: what was spent in one is forgotten an hour after its end.
@@ -13,13 +13,13 @@ _SLOT_S = HOUR_S / SLOTS
 _TOKENS_PER_PRICE = 1_000_000
 
 
-def cost(price: Price, prompt_tokens: int, output_tokens: int) -> float:
+def cost(price: ProviderPrice, prompt_tokens: int, output_tokens: int) -> float:
     """The cost of the tokens, in the currency of ``price``."""
     return (price.input * prompt_tokens + price.output * output_tokens) / _TOKENS_PER_PRICE
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class SpendReservation:
     """Money reserved for one request until it is settled."""
 
     amount: float
@@ -46,14 +46,14 @@ class SpendCap:
         self._spent = {slot: amount for slot, amount in self._spent.items() if slot >= oldest}
         return sum(self._spent.values())
 
-    def hold(self, amount: float, at: float) -> Reservation | None:
+    def hold(self, amount: float, at: float) -> SpendReservation | None:
         """Reserve ``amount``; ``None`` when that would exceed the cap."""
         if self.spent(at) + self.held + amount > self.cap:
             return None
         self.held += amount
-        return Reservation(amount)
+        return SpendReservation(amount)
 
-    def settle(self, hold: Reservation, amount: float, at: float) -> None:
+    def settle(self, hold: SpendReservation, amount: float, at: float) -> None:
         """Replace the reservation by the spent ``amount``; a second call does nothing."""
         if hold.settled:
             return

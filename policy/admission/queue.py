@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Set
 from typing import Any, Final, NamedTuple
 
-from policy.admission.fairness import Discipline, QueueOrder, cost
-from policy.admission.indexed_heap import OrderedSet
+from policy.admission.fairness import QueueDiscipline, QueueOrder, cost
+from policy.admission.indexed_heap import IndexedHeap
 from policy.admission.wait_prediction import LEAST, RANK, ServiceRate, WaitMargin
 from policy.errors import Refusal
 from policy.request import Request
@@ -23,14 +23,14 @@ CROWDED: Final = 0.5
 MOST_CROWDS: Final = 1024
 
 
-class Bounds(NamedTuple):
+class QueueLimits(NamedTuple):
     """The most requests and bytes that may wait."""
 
     requests: int
     size: int
 
 
-class Verdict(NamedTuple):
+class EnqueueResult(NamedTuple):
     """Whether a newcomer waits; if not, ``refusal`` says why.
 
     ``wait_s`` is the expected wait, ``None`` while it is unknown. ``retry_after_s`` is when it may fit, 1 to
@@ -43,8 +43,8 @@ class Verdict(NamedTuple):
     displaced: tuple[Request, ...] = ()
 
 
-class Admitted:
-    """A request that was sent to a replica, until :meth:`Queue.ended`."""
+class AdmittedRequest:
+    """A request that was sent to a replica, until :meth:`AdmissionQueue.ended`."""
 
     __slots__ = ("charge", "request", "running")
 
@@ -54,7 +54,7 @@ class Admitted:
         self.running = True
 
 
-class Queue:
+class AdmissionQueue:
     """Requests in strict order of priority; within a priority by its discipline; within a flow by ticket.
 
     Instants are seconds of one monotonic clock. ``waiting`` are the requests by ticket, ``size`` their bytes.
@@ -62,10 +62,12 @@ class Queue:
     operations are O(log n), amortised.
     """
 
-    def __init__(self, discipline: Callable[[], Discipline[Any]]) -> None:
-        self._classes: dict[Priority, Discipline[Any]] = {priority: discipline() for priority in Priority}
+    def __init__(self, discipline: Callable[[], QueueDiscipline[Any]]) -> None:
+        self._classes: dict[Priority, QueueDiscipline[Any]] = {
+            priority: discipline() for priority in Priority
+        }
         self.waiting: dict[int, Request] = {}
-        self._deadlines: OrderedSet[Request] = OrderedSet()
+        self._deadlines: IndexedHeap[Request] = IndexedHeap()
         self._drain = ServiceRate()
         self._margin = WaitMargin()
         self._predicted: dict[int, tuple[float, float]] = {}
@@ -88,13 +90,13 @@ class Queue:
     def enter(
         self,
         newcomer: Request,
-        bounds: Bounds,
+        bounds: QueueLimits,
         at: float,
         *,
         patience_s: float = math.inf,
         full: bool = False,
         fits: bool = False,
-    ) -> Verdict:
+    ) -> EnqueueResult:
         """Queue a request that was never in the queue, or reject it at once.
 
         It is rejected as ``overloaded`` if it is predicted to miss its deadline or to wait longer than
@@ -114,20 +116,20 @@ class Queue:
                 self._crowds.clear()
             self._crowds[newcomer.tenant] = crowd + CROWD_GAIN * ((1.0 if late_s > 0.0 else 0.0) - crowd)
             if late_s > 0.0:
-                return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
+                return EnqueueResult(Refusal.OVERLOADED, wait_s, retry_after(late_s))
         displaced: list[Request] = []
         while not self._fits(newcomer, bounds):
             worse = self._victim(newcomer) if len(displaced) < MOST_DISPLACED else None
             if worse is None:
                 for request in displaced:
                     self._put(request, at, returned=False)
-                return Verdict(Refusal.QUEUE_FULL, wait_s, self._retry_full(newcomer))
+                return EnqueueResult(Refusal.QUEUE_FULL, wait_s, self._retry_full(newcomer))
             self.remove(worse, at)
             displaced.append(worse)
         self._put(newcomer, at, returned=False)
         if wait_s is not None:
             self._predicted[newcomer.ticket] = (at, wait_s)
-        return Verdict(None, wait_s, self._retry_full(newcomer), tuple(displaced))
+        return EnqueueResult(None, wait_s, self._retry_full(newcomer), tuple(displaced))
 
     def put_back(self, request: Request, at: float) -> None:
         """A replica did not take it: it returns to its old place, however full the queue has become."""
@@ -144,7 +146,7 @@ class Queue:
         self._drain.busy(at, waits=self.ready and bool(self.waiting))
         return True
 
-    def begin(self, request: Request, at: float) -> Admitted:
+    def begin(self, request: Request, at: float) -> AdmittedRequest:
         """It goes to a replica now, having waited or not, and is charged its expected cost."""
         waited = request.ticket in self.waiting
         if waited:
@@ -152,13 +154,13 @@ class Queue:
             self.remove(request, at)
         tokens = cost(request)
         self._drain.began(request.ticket, tokens, request.priority, at, waited=waited)
-        return Admitted(request, self._classes[request.priority].charge(request))
+        return AdmittedRequest(request, self._classes[request.priority].charge(request))
 
-    def settle(self, began: Admitted, tokens: int) -> None:
+    def settle(self, began: AdmittedRequest, tokens: int) -> None:
         """Correct its charge to ``tokens``; 0 takes it back."""
         self._classes[began.request.priority].settle(began.charge, tokens)
 
-    def ended(self, began: Admitted, at: float, *, whole: bool) -> None:
+    def ended(self, began: AdmittedRequest, at: float, *, whole: bool) -> None:
         """It no longer runs; ``whole`` if it was served to its end. A second call does nothing."""
         if began.running:
             began.running = False
@@ -166,7 +168,7 @@ class Queue:
             self._classes[began.request.priority].ended(began.charge)
 
     def walk(self, without: Set[str] = frozenset()) -> Iterator[QueueOrder]:
-        """All waiting requests in order, as :meth:`policy.admission.fairness.Discipline.walk`."""
+        """All waiting requests in order, as :meth:`policy.admission.fairness.QueueDiscipline.walk`."""
         for queue in self._classes.values():
             if len(queue):
                 yield from queue.walk(without)
@@ -245,7 +247,7 @@ class Queue:
         self.size += request.size
         self._drain.busy(at, waits=self.ready)
 
-    def _fits(self, request: Request, bounds: Bounds) -> bool:
+    def _fits(self, request: Request, bounds: QueueLimits) -> bool:
         if not self.waiting:
             return True
         return len(self.waiting) < bounds.requests and self.size + request.size <= bounds.size

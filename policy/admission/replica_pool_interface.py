@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Protocol, TypeVar
 
-from policy.admission.queue import Bounds
+from policy.admission.queue import QueueLimits
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.replica_health import Breaker
+from policy.routing.replica_health import CircuitBreaker
 from policy.types import Priority
 
 
-class Replica(Protocol):
+class DispatchableReplica(Protocol):
     """A replica as a ticket uses it."""
 
-    breaker: Breaker
+    breaker: CircuitBreaker
 
     def begin(self, tokens: int) -> bool:
         """Take a slot for a request with ``tokens`` uncached prompt tokens; returns whether it is the probe
@@ -28,7 +28,7 @@ class Replica(Protocol):
         """Free the slot."""
 
 
-R_co = TypeVar("R_co", bound=Replica, covariant=True)
+R_co = TypeVar("R_co", bound=DispatchableReplica, covariant=True)
 
 
 class ReplicaPool(Protocol[R_co]):
@@ -53,7 +53,7 @@ class ReplicaPool(Protocol[R_co]):
     def ttft_slo_s(self, priority: Priority) -> float | None:
         """The TTFT SLO of the model for requests of ``priority``, in seconds."""
 
-    def bounds(self, request: Request, queued: int) -> Bounds:
+    def bounds(self, request: Request, queued: int) -> QueueLimits:
         """How much may wait for the model when ``request`` comes while ``queued`` others wait."""
 
     def candidates(self) -> list[Candidate]:

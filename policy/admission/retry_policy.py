@@ -5,11 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from policy.admission.replica_pool_interface import Replica, ReplicaPool
+from policy.admission.replica_pool_interface import DispatchableReplica, ReplicaPool
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.cost import Candidate
-from policy.routing.replica_health import AttemptResult, Breaker, BreakerState, ReplicaHealth
+from policy.routing.replica_health import AttemptResult, CircuitBreaker, CircuitBreakerState, ReplicaHealth
 
 # Attempts on the only replica, replicas that a request may have harmed, and failed adapter loads after which
 # it is not tried again.
@@ -64,7 +64,7 @@ _OWN_FAULT: Final = frozenset({AttemptOutcome.FAILED, AttemptOutcome.DENIED})
 _PASSING: Final = frozenset({AttemptOutcome.LOST, AttemptOutcome.DROPPED, AttemptOutcome.UNREACHABLE})
 
 
-class Cause(StrEnum):
+class RejectionCause(StrEnum):
     """Why a ticket is rejected (closed: a new cause is a new member)."""
 
     UNAVAILABLE = "unavailable"  # no replica is up, and none is starting
@@ -81,7 +81,7 @@ class Cause(StrEnum):
 class Rejection(NamedTuple):
     """A ticket will not be served. ``retry_after_s`` is set where it is known when it may be."""
 
-    cause: Cause
+    cause: RejectionCause
     refusal: Refusal
     retry_after_s: int | None = None
 
@@ -106,7 +106,7 @@ class RetryState:
         # The current attempt is one more than the two of other requests: the retry budget paid for it.
         self._is_extra = False
         # Of the replicas whose failures count only if another one serves the request.
-        self._unrecorded: list[Breaker] = []
+        self._unrecorded: list[CircuitBreaker] = []
 
     def result(self, outcome: AttemptOutcome) -> AttemptResult:
         """What the end of the current attempt says of its replica at once."""
@@ -121,9 +121,9 @@ class RetryState:
         at: float,
         *,
         replica: str,
-        breaker: Breaker,
+        breaker: CircuitBreaker,
         serves_others: bool,
-        pool: ReplicaPool[Replica],
+        pool: ReplicaPool[DispatchableReplica],
         health: ReplicaHealth,
         adapter_failed: bool,
     ) -> Rejection | None:
@@ -135,10 +135,10 @@ class RetryState:
             if adapter_failed:
                 self._loads += 1
                 if self._loads >= MAX_LOADS:
-                    return Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED)
+                    return Rejection(RejectionCause.ADAPTER, Refusal.ADAPTER_FAILED)
             return None
         if outcome is AttemptOutcome.REJECTED:
-            return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
+            return Rejection(RejectionCause.REJECTED, Refusal.BAD_REQUEST)
         request.avoid.add(replica)
         self._failed += 1
         if outcome is AttemptOutcome.DENIED or (self._is_extra and outcome is AttemptOutcome.FAILED):
@@ -151,7 +151,7 @@ class RetryState:
             self._answered += 1
         if request.begun < MAX_BEGUN:
             # A replica that was ejected since it made no progress is as good as dead.
-            hung = outcome is AttemptOutcome.SILENT and breaker.state is BreakerState.OPEN
+            hung = outcome is AttemptOutcome.SILENT and breaker.state is CircuitBreakerState.OPEN
             if (hung or outcome in _PASSING) and (self._failed < MAX_ALONE or not pool.candidates()):
                 self._moving = True
             else:
@@ -166,14 +166,14 @@ class RetryState:
             if self._is_extra:
                 return None
         if outcome is AttemptOutcome.DENIED:
-            return Rejection(Cause.REJECTED, Refusal.BAD_REQUEST)
+            return Rejection(RejectionCause.REJECTED, Refusal.BAD_REQUEST)
         if outcome is AttemptOutcome.UNREACHABLE or (
             outcome is not AttemptOutcome.LOST and health.all_fail(at)
         ):
-            return Rejection(Cause.RETRIES_SPENT, Refusal.NO_REPLICA)
-        return Rejection(Cause.FAILED, Refusal.REPLICA_LOST)
+            return Rejection(RejectionCause.RETRIES_SPENT, Refusal.NO_REPLICA)
+        return Rejection(RejectionCause.FAILED, Refusal.REPLICA_LOST)
 
-    def may_move(self, to: Breaker, health: ReplicaHealth, at: float) -> bool:
+    def may_move(self, to: CircuitBreaker, health: ReplicaHealth, at: float) -> bool:
         """Whether a request that has a slot may be sent to the replica of the breaker ``to``."""
         if not self._moving:
             return True
@@ -190,7 +190,7 @@ class RetryState:
 
 
 def retryable(
-    request: Request, candidates: list[Candidate], pool: ReplicaPool[Replica], at: float
+    request: Request, candidates: list[Candidate], pool: ReplicaPool[DispatchableReplica], at: float
 ) -> list[Candidate]:
     """Those of ``candidates`` to which a request may go that others have failed.
 
@@ -204,7 +204,9 @@ def retryable(
     return [each for each in candidates if each.id in ids]
 
 
-def _untried(request: Request, candidates: list[Candidate], pool: ReplicaPool[Replica]) -> list[Candidate]:
+def _untried(
+    request: Request, candidates: list[Candidate], pool: ReplicaPool[DispatchableReplica]
+) -> list[Candidate]:
     """The replicas that have not failed ``request`` and could take it, now or once they have room."""
     return [
         each

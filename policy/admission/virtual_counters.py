@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop
 from typing import Final, Generic, TypeVar
 
-from policy.admission.indexed_heap import OrderedSet
+from policy.admission.indexed_heap import IndexedHeap
 
 # In weighted tokens: some requests of common size. Without a credit, as in the paper, the second of two
 # requests that a quiet flow sends at once waits until the busy ones were served as much as the first cost.
@@ -52,7 +52,7 @@ class VirtualCounters(Generic[F]):
         self._full = most
         self._flows: dict[str, F] = {}
         self._served = 0.0
-        self.waiting: OrderedSet[F] = OrderedSet()
+        self.waiting: IndexedHeap[F] = IndexedHeap()
         self.weight = 0.0
 
     def __len__(self) -> int:

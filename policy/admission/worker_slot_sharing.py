@@ -42,7 +42,7 @@ def has_fair_share(
     return running + 1 > math.ceil((running + theirs_running + 1) * mine / (mine + theirs))
 
 
-class _Left:
+class _YieldedSlot:
     """A slot that is left: ``since`` when, last looked at ``seen``, and the requests begun there by then.
 
     ``higher``: the requests of a higher priority that had waited in other workers by then.
@@ -58,7 +58,7 @@ class _Left:
         self.unwanted_until = -math.inf
 
 
-class LeftSlots:
+class YieldedSlots:
     """The slots that a worker leaves to requests of others that come first, by replica.
 
     Those requests may be unable to use it, or their worker may hang: what is left and not taken for
@@ -67,7 +67,7 @@ class LeftSlots:
     """
 
     def __init__(self) -> None:
-        self._replicas: dict[str, _Left] = {}
+        self._replicas: dict[str, _YieldedSlot] = {}
 
     def leaves(self, candidate: Candidate, theirs: int, higher: int, at: float) -> bool:
         """Whether a free slot is left.
@@ -80,7 +80,7 @@ class LeftSlots:
         if unwanted and left is not None and theirs == left.theirs and higher == left.higher:
             return False
         if left is None or unwanted or candidate.begun != left.begun or at > left.seen + LEFT_S:
-            self._replicas[candidate.id] = _Left(candidate.begun, theirs, higher, at)
+            self._replicas[candidate.id] = _YieldedSlot(candidate.begun, theirs, higher, at)
             return True
         left.seen = at
         if at < left.since + LEFT_S:

@@ -39,7 +39,7 @@ class SloConfig(Section, frozen=True):
     attainment: Fraction = 0.99
 
 
-class Schedule(Section, frozen=True):
+class ScalingSchedule(Section, frozen=True):
     """At least ``min`` and at most ``max`` replicas from each time of ``start`` to the next of ``end``.
 
     Both are cron expressions on the wall clock of ``timezone``. Of schedules in force at once the highest
@@ -57,7 +57,7 @@ class Schedule(Section, frozen=True):
         return is_between(self.start, self.end, wall_s)
 
 
-class Rate(Section, frozen=True):
+class ScalingRateLimit(Section, frozen=True):
     """The most changes in any ``period_s``: ``replicas``, or a ``fraction`` of those at its start."""
 
     period_s: Annotated[float, Meta(gt=0, le=3600)]
@@ -81,10 +81,10 @@ class ScaleConfig(Section, frozen=True):
     max_step_down: Annotated[float, Meta(gt=0, le=1)] = 0.5
     hold_s: Seconds | Literal["auto"] = "auto"
     hold_up_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
-    rates_up: tuple[Rate, ...] = ()
-    rates_down: tuple[Rate, ...] = ()
+    rates_up: tuple[ScalingRateLimit, ...] = ()
+    rates_down: tuple[ScalingRateLimit, ...] = ()
     spare: Count = 0
-    schedules: tuple[Schedule, ...] = ()
+    schedules: tuple[ScalingSchedule, ...] = ()
     min_healthy: Count = 1
     zero_after_s: Seconds | None = None
     standby: Fraction = 0.5

@@ -26,7 +26,7 @@ _MINUTES = 24 * 60
 _LONGEST_DAYS = 8 * 366
 
 
-class Cron(NamedTuple):
+class CronSchedule(NamedTuple):
     """The values of each field. With ``either`` a day matches by its date or by its weekday, else by both."""
 
     minutes: frozenset[int]
@@ -63,7 +63,7 @@ def is_between(start: str, end: str, wall_s: float) -> bool:
 
 
 @lru_cache(maxsize=256)
-def cron(text: str) -> Cron:
+def cron(text: str) -> CronSchedule:
     """The expression ``text``; raises :class:`ValueError`, which says what is wrong."""
     fields = text.lower().split()
     if len(fields) != len(_FIELDS):
@@ -77,7 +77,7 @@ def cron(text: str) -> Cron:
     either = not {fields[2], fields[4]} & {"*", "*/1"}
     if not either and all(min(days) > _LONGEST_MONTHS[month - 1] for month in months):
         raise ValueError("a day that its months have")
-    return Cron(minutes, hours, days, months, frozenset(day % 7 for day in weekdays), either)
+    return CronSchedule(minutes, hours, days, months, frozenset(day % 7 for day in weekdays), either)
 
 
 def _values(part: str, name: str, least: int, most: int, names: tuple[str, ...]) -> range:

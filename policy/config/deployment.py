@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.control import ControlConfig, Count, LeaderElection, Positive, Seconds, Section
-from policy.config.external_servers import Discovery, ExternalServer
+from policy.config.external_servers import DiscoveryConfig, ExternalServer
 from policy.config.grpc_ports import EndpointPicker, ExternalScaler, GrpcPort
 from policy.config.tenancy import Tenant, TokenPrice
 from policy.config.tls import AdminTls, ServerTls
@@ -97,7 +97,7 @@ class Mode(Section, frozen=True):
         return Replicas(min=self.replicas, max=self.replicas)
 
 
-class Sim(Section, frozen=True):
+class SimConfig(Section, frozen=True):
     """The simulated engine: the profile of its engine model, and its speed relative to real time.
 
     ``adapter_load_s`` is how long the load of an adapter blocks its steps, in modelled seconds. The engine
@@ -134,7 +134,7 @@ class AdapterSource(Section, frozen=True):
     force: bool = False
 
 
-class Adapters(Section, frozen=True):
+class AdaptersConfig(Section, frozen=True):
     """LoRA adapters of the model, served by name; without the section engines load none.
 
     ``slots_per_replica`` is the number of adapters that a replica has loaded at once, ``max_rank`` the
@@ -168,10 +168,10 @@ class ModelSpec(Section, frozen=True):
     modes: dict[str, Mode] = {}
     mode: str | None = None
     urls: tuple[str | ExternalServer, ...] = ()
-    discovery: Discovery | None = None
-    sim: Sim = Sim()
+    discovery: DiscoveryConfig | None = None
+    sim: SimConfig = SimConfig()
     profile: str | dict[str, Any] | None = None
-    adapters: Adapters | None = None
+    adapters: AdaptersConfig | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     price: TokenPrice | None = None
     control: ControlConfig = ControlConfig()
@@ -197,7 +197,7 @@ class ModelSpec(Section, frozen=True):
         return self.mode or next(iter(self.modes), "")
 
 
-class Budget(Section, frozen=True):
+class ResourceBudget(Section, frozen=True):
     """Limits shared by all models; ``None`` for no limit.
 
     ``watts`` and ``cost_per_h`` (in one currency) limit the sum over replicas. A GPU or core is assumed to
@@ -245,7 +245,7 @@ class Cluster(Section, frozen=True):
         return self.leader_election or (LeaderElection() if "," in self.controller else None)
 
 
-class Coalesce(Section, frozen=True):
+class CoalesceConfig(Section, frozen=True):
     """Coalescing: short inputs of concurrent requests are sent as one call, after ``window_s`` or once full.
 
     A window of 0 switches it off. A single request never waits.
@@ -256,7 +256,7 @@ class Coalesce(Section, frozen=True):
     max_input_bytes: Annotated[int, Meta(ge=16)] = 4096
 
 
-class Eject(Section, frozen=True):
+class OutlierEjection(Section, frozen=True):
     """Ejection: when a replica leaves rotation, and for how long.
 
     After ``failures`` in a row, or when its success rate over ``window_s`` falls below
@@ -272,7 +272,7 @@ class Eject(Section, frozen=True):
     max_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
-class Retry(Section, frozen=True):
+class RetryBudget(Section, frozen=True):
     """The retry budget: the fraction ``budget`` of the requests in ``window_s``, min. ``at_least``."""
 
     budget: Annotated[float, Meta(ge=0, le=1)] = 0.2
@@ -328,19 +328,19 @@ class GatewayConfig(Section, frozen=True):
     drain_timeout_s: Seconds = 30.0
     drain_delay_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
     sse_keepalive_s: Annotated[float, Meta(ge=0, le=86_400)] = 15.0
-    coalesce: Coalesce = Coalesce()
-    eject: Eject = Eject()
-    retry: Retry = Retry()
+    coalesce: CoalesceConfig = CoalesceConfig()
+    eject: OutlierEjection = OutlierEjection()
+    retry: RetryBudget = RetryBudget()
 
 
-class Price(Section, frozen=True):
+class ProviderPrice(Section, frozen=True):
     """Prices per million tokens, in one currency."""
 
     input: Annotated[float, Meta(ge=0)]
     output: Annotated[float, Meta(ge=0)]
 
 
-class Upstream(Section, frozen=True):
+class FallbackProviderConfig(Section, frozen=True):
     """A fallback provider: an OpenAI-compatible endpoint for requests beyond capacity.
 
     ``models`` maps model names to the provider's, ``key_file`` contains the key (or the environment variable
@@ -350,7 +350,7 @@ class Upstream(Section, frozen=True):
     name: str
     url: str
     models: Annotated[dict[str, str], Meta(min_length=1)]
-    price: Price
+    price: ProviderPrice
     cost_cap_per_h: Annotated[float, Meta(ge=0)]
     key_file: str | None = None
     key_env: str | None = None
@@ -363,7 +363,7 @@ class Deployment(Section, frozen=True):
     """
 
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
-    budget: Budget = Budget()
+    budget: ResourceBudget = ResourceBudget()
     cluster: Cluster = Cluster()
     gateway: GatewayConfig = GatewayConfig()
     store: str = ""
@@ -371,7 +371,7 @@ class Deployment(Section, frozen=True):
     endpoint_picker: EndpointPicker | None = None
     external_scaler: ExternalScaler | None = None
     tenants: tuple[Tenant, ...] = ()
-    upstreams: tuple[Upstream, ...] = ()
+    upstreams: tuple[FallbackProviderConfig, ...] = ()
 
     @property
     def grpc_ports(self) -> dict[str, GrpcPort]:

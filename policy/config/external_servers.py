@@ -63,7 +63,7 @@ class KubernetesService(Section, frozen=True, kw_only=True):
     scaled_by: Literal["tidegate", "autoscaler"] = "tidegate"
 
 
-class Discovery(ServerSettings, frozen=True, kw_only=True):
+class DiscoveryConfig(ServerSettings, frozen=True, kw_only=True):
     """Where the servers of an external model are found while it runs; the settings hold for all of them.
 
     ``dns`` is ``HOST:PORT`` with one server for each address, ``file`` a YAML list as ``urls``, read again

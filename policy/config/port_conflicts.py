@@ -17,39 +17,39 @@ _LOOPBACK_V4 = re.compile(r"127(\.\d{1,3}){3}")
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
-class Listener(NamedTuple):
+class ListenAddress(NamedTuple):
     """An address that a process of the deployment listens on, and the ``path`` of its port in the file."""
 
     path: str
     host: str
     port: int
 
-    def clashes_with(self, other: Listener) -> bool:
+    def clashes_with(self, other: ListenAddress) -> bool:
         """Whether both cannot be bound on one machine."""
         mine, its = (_LOOPBACK if each.host == "localhost" else each.host for each in (self, other))
         return self.port == other.port and (mine == its or mine in WILDCARDS or its in WILDCARDS)
 
 
-def listeners(deployment: Deployment, *, ray: bool) -> tuple[Listener, ...]:
+def listeners(deployment: Deployment, *, ray: bool) -> tuple[ListenAddress, ...]:
     """The listeners on this machine, which a joined cluster has none of; those of Ray only with ``ray``."""
     gateway, cluster = deployment.gateway, deployment.cluster
     found = [
-        Listener("gateway.port", gateway.host, gateway.port),
-        Listener("gateway.admin_port", gateway.admin_host, gateway.admin_port),
+        ListenAddress("gateway.port", gateway.host, gateway.port),
+        ListenAddress("gateway.admin_port", gateway.admin_host, gateway.admin_port),
     ]
     for name, grpc in deployment.grpc_ports.items():
-        found.append(Listener(f"{name}.port", grpc.host, grpc.port))
+        found.append(ListenAddress(f"{name}.port", grpc.host, grpc.port))
     starts_ray = ray and _starts_ray(deployment)
     if starts_ray or (deployment.needs_controller and not (ray and deployment.deploys)):
         # Those of controllers that elect their leader may be on other machines.
         for address in cluster.controllers if cluster.election is None else ():
             host, _, port = address.rpartition(":")
-            found.append(Listener("cluster.controller", host.strip("[]"), int(port)))
+            found.append(ListenAddress("cluster.controller", host.strip("[]"), int(port)))
         if starts_ray:
             # Ray listens on loopback or on every interface.
             gcs = _LOOPBACK if is_loopback(cluster.node_ip) else "0.0.0.0"
-            found.append(Listener("cluster.gcs_port", gcs, cluster.gcs_port))
-            found.append(Listener("cluster.dashboard_port", _LOOPBACK, cluster.dashboard_port))
+            found.append(ListenAddress("cluster.gcs_port", gcs, cluster.gcs_port))
+            found.append(ListenAddress("cluster.dashboard_port", _LOOPBACK, cluster.dashboard_port))
     return tuple(found)
 
 

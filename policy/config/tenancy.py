@@ -14,7 +14,7 @@ from policy.config.control import Section
 from policy.types import Priority
 
 
-class Limit(StrEnum):
+class LimitName(StrEnum):
     """The limits of a tenant or a key, by the field that sets them."""
 
     REQUESTS = "rpm_limit"
@@ -33,7 +33,7 @@ class Feature(StrEnum):
     EMBEDDINGS = "embeddings"
 
 
-class Access(Section, frozen=True, kw_only=True):
+class AccessPolicy(Section, frozen=True, kw_only=True):
     """What a tenant or a key may use; a request must be within both.
 
     ``rpm_limit`` and ``tpm_limit`` are requests and tokens per minute, ``max_parallel_requests`` requests in
@@ -48,7 +48,7 @@ class Access(Section, frozen=True, kw_only=True):
     max_parallel_requests: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     max_budget: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     budget_duration: str | None = None
-    dry_run: tuple[Limit, ...] = ()
+    dry_run: tuple[LimitName, ...] = ()
     max_tokens: Annotated[int, Meta(ge=1, le=100_000_000)] | None = None
     models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Access(Section, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-class Tenant(Access, frozen=True, kw_only=True):
+class Tenant(AccessPolicy, frozen=True, kw_only=True):
     """A client with its own API keys: ``keys_sha256`` are the digests in hex of those declared in the file.
 
     ``weight`` is its share when tenants compete; ``admin`` allows it to ask for the reasons of routing.

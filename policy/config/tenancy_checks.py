@@ -9,7 +9,7 @@ import msgspec
 
 from policy.config.convert import did_you_mean, require
 from policy.config.deployment import ENTRY_NAME
-from policy.config.tenancy import Access, Limit, Tenant
+from policy.config.tenancy import AccessPolicy, LimitName, Tenant
 from policy.duration import PERIOD, parse_period
 
 # Of one tenant or key, as JSON: every worker keeps the lists of all keys in memory.
@@ -42,7 +42,7 @@ def check_name(path: str, name: str) -> None:
     require(ENTRY_NAME.fullmatch(name), path, name, f"a name that matches {ENTRY_NAME.pattern}")
 
 
-def check_access(prefix: str, access: Access, models: Collection[str] | None) -> None:
+def check_access(prefix: str, access: AccessPolicy, models: Collection[str] | None) -> None:
     """Check limits and permissions at paths that begin with ``prefix``; ``models``: the known ones.
 
     Raises :class:`policy.errors.ConfigError`.
@@ -54,7 +54,7 @@ def check_access(prefix: str, access: Access, models: Collection[str] | None) ->
         duration is None or access.max_budget is not None,
         f"{prefix}budget_duration", duration, "nothing without max_budget",
     )  # fmt: skip
-    given = [limit.value for limit in Limit if getattr(access, limit.value) is not None]
+    given = [limit.value for limit in LimitName if getattr(access, limit.value) is not None]
     for i, limit in enumerate(access.dry_run):
         expected = f"a limit that is set: {', '.join(given) or 'none is'}"
         require(limit.value in given, f"{prefix}dry_run[{i}]", limit.value, expected)

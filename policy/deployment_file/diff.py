@@ -13,8 +13,8 @@ from policy.config.deployment import (
     AdapterSource,
     Cluster,
     Deployment,
+    FallbackProviderConfig,
     ModelSpec,
-    Upstream,
 )
 from policy.config.engine_revision import changed_shapes, engine_inputs, used_shapes
 from policy.config.grpc_ports import GrpcPort
@@ -25,7 +25,7 @@ from policy.engine.performance_model_file import describe
 from policy.types import EngineKind
 
 
-class Effect(StrEnum):
+class ChangeEffect(StrEnum):
     """The effect of a change: none, a new generation beside the old one, or a restart."""
 
     LIVE = "live"
@@ -33,13 +33,13 @@ class Effect(StrEnum):
     RESTART = "restart"
 
 
-class Change(msgspec.Struct, frozen=True):
+class ConfigChange(msgspec.Struct, frozen=True):
     """One value that differs; ``None`` if absent. Paths name entries: ``models[NAME].key``."""
 
     path: str
     before: Any
     after: Any
-    effect: Effect
+    effect: ChangeEffect
     why: str = ""
 
 
@@ -82,7 +82,7 @@ _SHARED = (
 )
 
 
-def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
+def diff(old: Deployment, new: Deployment) -> tuple[ConfigChange, ...]:
     """Every value that differs, in the order of the file."""
     before = {spec.name: spec for spec in old.models}
     after = {spec.name: spec for spec in new.models}
@@ -108,15 +108,15 @@ def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
     changes = []
     for path, *values in _leaves("", _plain(old), _plain(new)):
         was, becomes = (model and model["engine"] for model in values) if path in whole else values
-        effect, why = Effect.LIVE, fixed.get(path, "")
+        effect, why = ChangeEffect.LIVE, fixed.get(path, "")
         if path in fixed:
-            effect = Effect.RESTART
+            effect = ChangeEffect.RESTART
         elif f"{path}.".startswith(taken_over):
-            effect, why = Effect.RESTART, "the pods of its workloads are taken over at the start"
+            effect, why = ChangeEffect.RESTART, "the pods of its workloads are taken over at the start"
         elif f"{path}.".startswith(rebuilt) and ".adapters.sources[" not in path:
-            effect = Effect.NEW_GENERATION
+            effect = ChangeEffect.NEW_GENERATION
             why = _SHARED * path.startswith(shared)
-        changes.append(Change(path, was, becomes, effect, why))
+        changes.append(ConfigChange(path, was, becomes, effect, why))
     return tuple(changes)
 
 
@@ -140,7 +140,7 @@ def _plain_model(spec: ModelSpec) -> dict[str, Any]:
     return plain | {"adapters.sources": _by_name(spec.adapters.sources if spec.adapters else ())}
 
 
-def _by_name(entries: Iterable[Tenant | Upstream | AdapterSource]) -> dict[str, Any]:
+def _by_name(entries: Iterable[Tenant | FallbackProviderConfig | AdapterSource]) -> dict[str, Any]:
     return {f"[{entry.name}]": msgspec.to_builtins(entry) for entry in entries}
 
 

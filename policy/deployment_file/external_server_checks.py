@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from policy.config.control import KubernetesLease
 from policy.config.convert import require
-from policy.config.deployment import ModelSpec, Upstream
+from policy.config.deployment import FallbackProviderConfig, ModelSpec
 from policy.config.external_servers import (
-    Discovery,
+    DiscoveryConfig,
     ExternalServer,
     KubernetesService,
     ServerSettings,
@@ -92,7 +92,7 @@ def check_url(path: str, url: str, expected: str) -> None:
     require(good and plain, path, shown, expected)
 
 
-def check_key(path: str, server: ServerSettings | Upstream) -> None:
+def check_key(path: str, server: ServerSettings | FallbackProviderConfig) -> None:
     """Raise :class:`policy.errors.ConfigError` for two sources of one key."""
     one = server.key_file is None or server.key_env is None
     require(one, f"{path}.key_env", server.key_env, "nothing: key_file is set")
@@ -114,7 +114,7 @@ def _check_settings(path: str, server: ServerSettings, *, https: bool) -> None:
     require(replay is None or replay != port, at, replay, "another port than kv_events_port")
 
 
-def _check_discovery(path: str, found: Discovery) -> None:
+def _check_discovery(path: str, found: DiscoveryConfig) -> None:
     given = [name for name in ("dns", "file", "kubernetes") if getattr(found, name)]
     require(len(given) == 1, path, given, "one of the keys: dns, file, kubernetes")
     _check_settings(path, found, https=found.https or found.file is not None)

@@ -17,12 +17,12 @@ from policy.config.deployment import (
     NAME,
     SHAPE_NAME,
     AdapterSource,
-    Budget,
     Deployment,
+    FallbackProviderConfig,
     Mode,
     ModelSpec,
+    ResourceBudget,
     Shape,
-    Upstream,
 )
 from policy.config.engine_arguments import expected_instead
 from policy.config.grpc_ports import GrpcPort
@@ -71,7 +71,7 @@ def parse(document: object) -> Deployment:
             check_external(path, spec)
         else:
             _check_deployed(path, spec)
-        _check_layers(path, spec, deployment.budget if spec.is_scaled else Budget())
+        _check_layers(path, spec, deployment.budget if spec.is_scaled else ResourceBudget())
     tenants = {tenant.name for tenant in deployment.tenants}
     for i, spec in enumerate(deployment.models):
         _check_adapters(f"models[{i}]", spec, models, tenants)
@@ -109,7 +109,7 @@ def _check_deployed(path: str, spec: ModelSpec) -> None:
         require(key not in FORBIDDEN_ENV, f"{path}.env.{key}", value, expected)
 
 
-def _check_layers(path: str, spec: ModelSpec, budget: Budget) -> None:
+def _check_layers(path: str, spec: ModelSpec, budget: ResourceBudget) -> None:
     """Check shapes and modes, and what is scaled: whether the budget has room for them."""
     for name, shape in spec.shapes.items():
         _check_shape(f"{path}.shapes.{name}", name, shape, budget)
@@ -123,7 +123,7 @@ def _check_layers(path: str, spec: ModelSpec, budget: Budget) -> None:
     require(spec.mode is None or spec.mode in spec.modes, f"{path}.mode", spec.mode, known)
 
 
-def _check_shape(path: str, name: str, shape: Shape, budget: Budget) -> None:
+def _check_shape(path: str, name: str, shape: Shape, budget: ResourceBudget) -> None:
     require(SHAPE_NAME.fullmatch(name), path, name, f"a shape name that matches {SHAPE_NAME.pattern}")
     ranks, gpus = shape.tensor_parallel, shape.gpus
     alone = "1 for a fraction of a GPU" if gpus else "1 for a shape without GPUs"
@@ -143,7 +143,7 @@ def _check_shape(path: str, name: str, shape: Shape, budget: Budget) -> None:
     _check_engine_args(f"{path}.engine_args", shape.engine_args)
 
 
-def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, budget: Budget) -> None:
+def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, budget: ResourceBudget) -> None:
     named = SHAPE_NAME.fullmatch(name) and name != "auto"
     require(named, path, name, f"a mode name that matches {SHAPE_NAME.pattern}, other than auto")
     known = f"one of the shapes: {', '.join(spec.shapes)}"
@@ -190,7 +190,7 @@ def _check_memory_share(path: str, name: str, shape: Shape, spec: ModelSpec) -> 
             return
 
 
-def _check_affordable(spec: ModelSpec, budget: Budget) -> None:
+def _check_affordable(spec: ModelSpec, budget: ResourceBudget) -> None:
     """Refuse power or cost budgets that are too small for the minimum of every mode."""
     for key, gpu, cpu in (
         ("watts", budget.gpu_watts, budget.cpu_watts),
@@ -324,7 +324,7 @@ def _check_grpc_port(name: str, port: GrpcPort) -> None:
     require(secure, f"{name}.client_ca_file", port.client_ca_file, "cert_file and key_file beside it")
 
 
-def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:
+def _check_upstreams(upstreams: tuple[FallbackProviderConfig, ...], models: set[str]) -> None:
     seen: set[str] = set()
     for i, upstream in enumerate(upstreams):
         path = f"upstreams[{i}]"

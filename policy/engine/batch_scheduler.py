@@ -5,8 +5,8 @@ chunk of the prompt for a prefill, as far as the batch has room. When KV cache r
 request is preempted: it frees its KV, waits in front, and computes prompt and output again. Source: vLLM's
 ``v1/core/sched/scheduler.py``. Requests do not share the KV of cached prefixes.
 
-In most steps every running request decodes one token and none starts or ends. :meth:`Scheduler.alike` counts
-the next such steps; :meth:`Scheduler.leap` runs them at once.
+In most steps every running request decodes one token and none starts or ends. :meth:`BatchScheduler.alike`
+counts the next such steps; :meth:`BatchScheduler.leap` runs them at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policy.engine.performance_model import EngineModel, Limits
+from policy.engine.performance_model import BatchLimits, EngineModel
 from policy.engine.prefix_cache import PrefixCache
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class EngineRequest:
     """A request; counts in tokens.
 
     All of ``prompt_tokens`` but ``cached_tokens`` (found in the prefix cache) are computed. The first of
@@ -79,7 +79,7 @@ class StepTimes(NamedTuple):
         return int(2 * elapsed_s / (linear + root))
 
 
-class Scheduler:
+class BatchScheduler:
     """The requests of one engine; mutable, without a clock: each step returns its duration.
 
     With a ``cache`` the cached tokens of a request are looked up when it is submitted and when it is
@@ -87,13 +87,13 @@ class Scheduler:
     the request's own number is used. ``kv_used`` are the tokens in KV cache.
     """
 
-    def __init__(self, model: EngineModel, limits: Limits, cache: PrefixCache | None = None) -> None:
+    def __init__(self, model: EngineModel, limits: BatchLimits, cache: PrefixCache | None = None) -> None:
         self._model = model
         self._limits = limits
         self._cache = cache
-        self._requests: dict[str, Request] = {}
-        self._running: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._requests: dict[str, EngineRequest] = {}
+        self._running: list[EngineRequest] = []
+        self._waiting: deque[EngineRequest] = deque()
         self.kv_used = 0
         # Tokens that the requests admitted in this step found in host memory.
         self._copied = 0
@@ -113,7 +113,7 @@ class Scheduler:
         fresh = [request for request in self._requests.values() if not request.produced]
         return sum(request.prompt_tokens - max(request.computed, request.cached_tokens) for request in fresh)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queue ``request``; raises :class:`ValueError` as :meth:`check` does."""
         self.check(request)
         request.computed = request.produced = 0
@@ -122,7 +122,7 @@ class Scheduler:
         self._requests[request.id] = request
         self._waiting.append(request)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: EngineRequest) -> None:
         """Raise :class:`ValueError` for an id in use, invalid counts, or more tokens than KV can hold."""
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already here")
@@ -148,7 +148,7 @@ class Scheduler:
 
     def step(self) -> StepResult:
         """Run one step; with nothing to run it lasts 0 seconds and schedules nothing."""
-        preempted: list[Request] = []
+        preempted: list[EngineRequest] = []
         self._copied = 0
         budget = self._continue_running(self._limits.max_num_batched_tokens, preempted)
         self._make_room()
@@ -226,19 +226,19 @@ class Scheduler:
         cached, part = self._first_part(self._waiting[0], room)
         return self.kv_used + running + cached + part <= limits.kv_tokens
 
-    def _first_part(self, request: Request, room: int) -> tuple[int, int]:
+    def _first_part(self, request: EngineRequest, room: int) -> tuple[int, int]:
         """The cached tokens of a waiting request, and those that its first step would compute."""
         cached = self._cached(request)
         return cached, min(request.prompt_tokens + request.produced - cached, room)
 
-    def _cached(self, request: Request) -> int:
+    def _cached(self, request: EngineRequest) -> int:
         if self._cache is None:
             return request.cached_tokens
         cached = self._cache.lookup(request.blocks, request.prompt_tokens)
         # After a preemption it computes its own prompt again.
         return min(cached, request.cached_tokens) if request.restarted else cached
 
-    def _continue_running(self, budget: int, preempted: list[Request]) -> int:
+    def _continue_running(self, budget: int, preempted: list[EngineRequest]) -> int:
         """Schedule the running requests; what is left of ``budget``."""
         running, capacity = self._running, self._limits.kv_tokens
         index = 0
@@ -279,7 +279,7 @@ class Scheduler:
             budget -= part
         return budget
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: EngineRequest) -> None:
         self.kv_used -= request.computed
         request.restarted = True
         if self._cache is not None:

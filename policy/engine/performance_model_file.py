@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from policy.config.control import Section
 from policy.config.convert import convert
-from policy.engine.performance_model import EngineModel, Limits
+from policy.engine.performance_model import BatchLimits, EngineModel
 from policy.errors import ConfigError
 
 FORMAT: Literal[1] = 1
@@ -19,7 +19,7 @@ _Positive = Annotated[int, Meta(ge=1)]
 _NotNegative = Annotated[float, Meta(ge=0)]
 
 
-class Measure(Section, frozen=True):
+class MeasuredAndPredicted(Section, frozen=True):
     """One number of a load point: what clients ``measured``, and what the fitted engine ``predicted``."""
 
     measured: _NotNegative
@@ -44,12 +44,12 @@ class PointResult(Section, frozen=True):
     seconds: _NotNegative
     requests: Annotated[int, Meta(ge=0)]
     steps: Annotated[int, Meta(ge=0)]
-    itl_p50: Measure | None = None
-    ttft_p50: Measure | None = None
-    ttft_p90: Measure | None = None
+    itl_p50: MeasuredAndPredicted | None = None
+    ttft_p50: MeasuredAndPredicted | None = None
+    ttft_p90: MeasuredAndPredicted | None = None
 
 
-class Errors(Section, frozen=True):
+class FitErrors(Section, frozen=True):
     """Relative errors on the ``points`` load points that were held out.
 
     ``step_p50`` and ``step_p90`` are quantiles over engine steps; ``itl_p50`` and ``ttft_p90`` mean errors
@@ -63,7 +63,7 @@ class Errors(Section, frozen=True):
     ttft_p90: _NotNegative
 
 
-class ModelFile(Section, frozen=True):
+class PerformanceModelFile(Section, frozen=True):
     """An engine model with its provenance.
 
     ``engine_model`` was fitted at ``degree``, the GPUs or cores of a replica of ``shape``; at others it has
@@ -81,10 +81,10 @@ class ModelFile(Section, frozen=True):
     tidegate: str
     at: str
     engine_model: EngineModel
-    limits: Limits
+    limits: BatchLimits
     max_model_len: _Positive
     path_s: _NotNegative
-    error: Errors
+    error: FitErrors
     steps: Annotated[int, Meta(ge=0)]
     points: tuple[PointResult, ...]
     prior: str
@@ -96,13 +96,13 @@ class ModelFile(Section, frozen=True):
         return f"calibrated on {self.model}, shape {self.shape}, at {self.at}"
 
 
-def model_file(raw: object, where: str) -> ModelFile:
+def model_file(raw: object, where: str) -> PerformanceModelFile:
     """Check the content of a model file at the path ``where``; raises :class:`policy.errors.ConfigError`."""
     if not isinstance(raw, Mapping):
         raise ConfigError(where, raw, "the content of a model file, as `tidegate calibrate` writes it")
     if "format" in raw and raw["format"] != FORMAT:
         raise ConfigError(f"{where}.format", raw["format"], f"{FORMAT}: the file is of another Tidegate")
-    file = convert(raw, ModelFile, where)
+    file = convert(raw, PerformanceModelFile, where)
     for key in ("o", "w", "c", "g", "r", "copy", "allreduce_a", "allreduce_b"):
         if (seconds := getattr(file.engine_model, key)) < 0.0:
             raise ConfigError(f"{where}.engine_model.{key}", seconds, "seconds, 0 or more")
@@ -112,7 +112,7 @@ def model_file(raw: object, where: str) -> ModelFile:
     return file
 
 
-def encode(file: ModelFile) -> bytes:
+def encode(file: PerformanceModelFile) -> bytes:
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from policy.engine.performance_model import EngineModel, Limits, Timing
+from policy.engine.performance_model import BatchLimits, EngineModel, Timing
 from policy.request import Request
 
 SEGMENTS: Final = 32
@@ -13,7 +13,7 @@ SEGMENTS: Final = 32
 MOST_TABLES: Final = 256
 # What is assumed of a server of which nothing is known: an 8B model on a large card, with vLLM's batch.
 GENERIC = Timing(
-    limits=Limits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0),
+    limits=BatchLimits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0),
     model=EngineModel(o=2e-3, w=6e-3, c=3e-5, g=5e-8, r=1e-5),
 )
 

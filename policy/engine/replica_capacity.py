@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.engine.engine_latency_model import QueueingModel
-from policy.engine.performance_model import Timing, Workload
+from policy.engine.engine_latency_model import EngineLatencyModel
+from policy.engine.performance_model import EngineLoad, Timing
 
 # Highest utilisation that is planned for: beyond it queues grow for long.
 FULL = 0.85
@@ -69,9 +69,9 @@ class IdleLatency(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def idle_latency(timing: Timing, workload: Workload) -> IdleLatency:
+def idle_latency(timing: Timing, workload: EngineLoad) -> IdleLatency:
     """The latencies of the mean request of ``workload``, whose rate is not read."""
-    replica = QueueingModel(timing, workload)
+    replica = EngineLatencyModel(timing, workload)
     point = replica.settle(0.0)
     ttft_s, itl_s = replica.ttft(point).mean, replica.itl(point).mean
     return IdleLatency(
@@ -92,7 +92,7 @@ def replicas_to_find_one_idle(load: float, busy: float) -> int:
     return count
 
 
-def latency_at(timing: Timing, workload: Workload, slo: SloConfig) -> ExpectedLatency:
+def latency_at(timing: Timing, workload: EngineLoad, slo: SloConfig) -> ExpectedLatency:
     """Expected latencies of ``workload`` with Poisson arrivals at one replica.
 
     Accuracy against :mod:`policy.engine.batch_scheduler` with requests of one length, at utilisations from
@@ -100,7 +100,7 @@ def latency_at(timing: Timing, workload: Workload, slo: SloConfig) -> ExpectedLa
     (gamma inputs of shape 2, exponential outputs) TTFT is 1.3 to 2 times as long and ITL up to 1.5 times,
     either up to 3 times if prompts take several chunks: the workload has only means.
     """
-    replica = QueueingModel(timing, workload)
+    replica = EngineLatencyModel(timing, workload)
     if workload.lam >= replica.edge:
         utilisation = min(workload.lam / replica.edge, _OVER) if replica.edge else _OVER
         return ExpectedLatency(
@@ -118,14 +118,14 @@ def latency_at(timing: Timing, workload: Workload, slo: SloConfig) -> ExpectedLa
 
 
 def capability(
-    timing: Timing, workload: Workload, slo: SloConfig, *, error: float = 0.0, version: int = 0
+    timing: Timing, workload: EngineLoad, slo: SloConfig, *, error: float = 0.0, version: int = 0
 ) -> Capability:
     """The capacity of one replica for ``workload``, whose rate is not read.
 
     ``mu`` is the largest rate at which both 95th percentiles are within ``slo``, to a thousandth from below,
     and at most :data:`FULL` of ``mu_max``. ``error`` and ``version`` are copied to the result.
     """
-    replica = QueueingModel(timing, workload)
+    replica = EngineLatencyModel(timing, workload)
     edge = replica.edge
     most_itl = math.inf if slo.itl_p95_s is None else slo.itl_p95_s
     most_ttft = math.inf if slo.ttft_p95_s is None else slo.ttft_p95_s

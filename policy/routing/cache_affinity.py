@@ -40,7 +40,7 @@ MOST_WORTH: Final = 16.0
 WORTH_EVERY: Final = 16
 
 
-class Popularity:
+class PopularityCounter:
     """Recent request counts of a bounded number of keys.
 
     There are two generations: after ``span`` requests the younger becomes the older.
@@ -83,7 +83,7 @@ class Popularity:
             self.worth = max(LEAST_WORTH, min(MOST_WORTH, shape))
 
 
-class Slots:
+class AssumedAdapterSlots:
     """The adapters assumed loaded on one replica: the last ``count`` used.
 
     A replica that reports its adapters has those, and the ones requested since the report.
@@ -151,7 +151,7 @@ class Slots:
             other.pop(oldest, None)
 
 
-class Share:
+class ReplicaShare:
     """The recent load of one replica in requests, and the number of its homes.
 
     ``due`` is both together per weight, as of the last balance. ``takers`` are the shares of replicas that
@@ -166,7 +166,7 @@ class Share:
         self.load = 0.0
         self.homes = 0.0
         self.due = 0.0
-        self.takers: list[tuple[Share, float, float]] = []
+        self.takers: list[tuple[ReplicaShare, float, float]] = []
         self.weight = 1.0
 
     def take(self, begun: int) -> None:
@@ -187,7 +187,7 @@ class ShareSums:
 
     def __init__(self) -> None:
         self.ready = self._stale = False
-        self._places: dict[Share, int] = {}
+        self._places: dict[ReplicaShare, int] = {}
         # By place, 0 for one that is not present; the last that is has the place before the end.
         self._loads: list[float] = []
         self._homes: list[float] = []
@@ -195,7 +195,7 @@ class ShareSums:
         self._end = 0
         self._sums = (0.0, 0.0, 0.0)
 
-    def start(self, shares: Sequence[tuple[Share, bool]]) -> None:
+    def start(self, shares: Sequence[tuple[ReplicaShare, bool]]) -> None:
         """Begin with the ``shares`` of all replicas in order, and whether each is present."""
         self.ready, self._stale = True, False
         self._places = {share: place for place, (share, _) in enumerate(shares)}
@@ -205,7 +205,7 @@ class ShareSums:
             if present:
                 self.put(share)
 
-    def put(self, share: Share) -> None:
+    def put(self, share: ReplicaShare) -> None:
         """``share`` is present, is new or may have changed."""
         place = self._places.setdefault(share, len(self._places))
         if place == len(self._loads):
@@ -225,7 +225,7 @@ class ShareSums:
             self._sums = load + share.load, homes + share.homes, weight + share.weight
             self._end = place + 1
 
-    def level(self, share: Share) -> None:
+    def level(self, share: ReplicaShare) -> None:
         """Lift ``share``, which is not present yet, to the mean of those that are."""
         if self._stale:
             self._sums = sum(self._loads), sum(self._homes), sum(self._weights)
@@ -237,12 +237,12 @@ class ShareSums:
             share.homes = max(share.homes, part * homes)
 
 
-def mean_load(shares: Sequence[Share]) -> float:
+def mean_load(shares: Sequence[ReplicaShare]) -> float:
     """The load of ``shares`` together per weight."""
     return math.fsum(share.load for share in shares) / math.fsum(share.weight for share in shares)
 
 
-def add_taker(share: Share, taker: Share, part: float, mean: float) -> None:
+def add_taker(share: ReplicaShare, taker: ReplicaShare, part: float, mean: float) -> None:
     """``taker`` got a copy of a prefix that makes up ``part`` of the ``mean`` load.
 
     Once it had the time to even the load, it relieves no further: its prefix may have moved as a whole.
@@ -251,7 +251,7 @@ def add_taker(share: Share, taker: Share, part: float, mean: float) -> None:
     share.takers = [*share.takers[-3:], (taker, part, until)]
 
 
-class Balance:
+class ShareAverages:
     """The shares of all candidates together.
 
     ``load`` and ``homes`` are means for a weight of 1, ``least`` is the lowest ``due`` of a share, ``unit``
@@ -267,7 +267,7 @@ class Balance:
         self.unit = unit
         self.homes = homes
 
-    def share_price(self, share: Share, leverage: float) -> float:
+    def share_price(self, share: ReplicaShare, leverage: float) -> float:
         """The price of one more request at a replica with ``share``.
 
         It is small below the edge. Above it, a warm home becomes dearer than a cold prefill elsewhere for a
@@ -290,13 +290,13 @@ class Balance:
         return LEAN * over + PRICE
 
 
-def crowd_price(share: Share, homes: float, free: float) -> float:
+def crowd_price(share: ReplicaShare, homes: float, free: float) -> float:
     """The price of one more home in the cache of ``share``; 0 below ``free`` times the mean ``homes``."""
     over = (share.homes - 1.0) / homes - free if homes > 0.0 else 0.0
     return CROWD_PRICE * over if over > 0.0 else 0.0
 
 
-def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
+def balance_of(shares: Sequence[ReplicaShare], worth: float = 1.0) -> ShareAverages:
     """The balance of ``shares``, with ``worth`` requests per home.
 
     All shares are halved once their mean load exceeds the window.
@@ -318,4 +318,4 @@ def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
             share.takers = [(taker, part, 0.5 * until) for taker, part, until in share.takers]
         return balance_of(shares, worth)
     fair = (total + worth * homes) / weights
-    return Balance(total / weights, least, LEAN_NEW / fair if fair > 0.0 else 0.0, homes / weights)
+    return ShareAverages(total / weights, least, LEAN_NEW / fair if fair > 0.0 else 0.0, homes / weights)

@@ -18,9 +18,9 @@ from policy.routing.cache_affinity import (
     CROWDED_BY_COPIES,
     LEAN,
     SLACK,
-    Balance,
-    Popularity,
-    Share,
+    PopularityCounter,
+    ReplicaShare,
+    ShareAverages,
     crowd_price,
 )
 from policy.routing.prediction_correction import LEAST, OnlineLine
@@ -200,7 +200,7 @@ class CostModel:
     ``load_s`` is the mean load time of an adapter in seconds, ``returns`` when sessions return.
     """
 
-    def __init__(self, popular: Popularity) -> None:
+    def __init__(self, popular: PopularityCounter) -> None:
         self.line = OnlineLine()
         self.popular = popular
         self.load_s = ASSUMED_LOAD_S
@@ -211,7 +211,7 @@ class CostModel:
         self,
         request: Request,
         pairs: list[tuple[Candidate, ReplicaState]],
-        balance: Balance,
+        balance: ShareAverages,
         at: float,
     ) -> tuple[list[CandidateCost], list[float], bool]:
         """The estimates of each candidate, their total costs, and whether any holds the prefix."""
@@ -312,9 +312,9 @@ class CostModel:
         return rows, costs, deepest > 0
 
     def _share_price(
-        self, share: Share, balance: Balance, anchor: int, candidates: int, *, resident: bool
+        self, share: ReplicaShare, balance: ShareAverages, anchor: int, candidates: int, *, resident: bool
     ) -> float:
-        """:meth:`Balance.share_price` for the traffic of ``anchor``.
+        """:meth:`ShareAverages.share_price` for the traffic of ``anchor``.
 
         Adapters without a home even the load at no cost, so a ``resident`` one stays longer.
         """

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-class Block:
+class KvBlock:
     """A block. ``names`` are the prefixes whose report depends on it. Known since the store ``since``."""
 
     __slots__ = ("children", "depth", "key", "names", "parent", "since")
 
-    def __init__(self, key: int, parent: Block | None, since: int = 0) -> None:
+    def __init__(self, key: int, parent: KvBlock | None, since: int = 0) -> None:
         self.key = key
         self.since = since
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: set[Block] = set()
+        self.children: set[KvBlock] = set()
         self.names: set[int] = set()
 
 
@@ -28,16 +28,16 @@ class NamedPrefix:
 
     __slots__ = ("block", "blocks", "first", "parent", "reported")
 
-    def __init__(self, parent: int, block: Block) -> None:
+    def __init__(self, parent: int, block: KvBlock) -> None:
         self.parent = parent
         self.block = self.first = block
         self.blocks = 0
         self.reported: tuple[bool, int, int] | None = None
 
 
-def up(block: Block, depth: int) -> Iterator[Block]:
+def up(block: KvBlock, depth: int) -> Iterator[KvBlock]:
     """``block`` and those above it, as far as they are at least that deep."""
-    at: Block | None = block
+    at: KvBlock | None = block
     while at is not None and at.depth >= depth:
         yield at
         at = at.parent

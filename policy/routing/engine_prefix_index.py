@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from policy.routing.engine_block_tree import Block, NamedPrefix, up
+from policy.routing.engine_block_tree import KvBlock, NamedPrefix, up
 from policy.wire.load_stream import CachedPrefix
 
 # About one name per 256 tokens: several times the KV cache of any GPU.
@@ -45,7 +45,7 @@ class NamedPrompt(NamedTuple):
     tokens: int
 
 
-class News(NamedTuple):
+class PrefixIndexUpdate(NamedTuple):
     """Changes up to the one numbered ``at``; after ``reset`` nothing is held but ``held``."""
 
     at: int
@@ -68,8 +68,8 @@ class KvBlockIndex:
         self.lossy = False
         self._max_names = max_names
         self._max_named_blocks = max_named_blocks
-        self._root = Block(0, None)
-        self._blocks: dict[int, Block] = {0: self._root}
+        self._root = KvBlock(0, None)
+        self._blocks: dict[int, KvBlock] = {0: self._root}
         self._named_blocks = 0
         # The copies of blocks by their keys; the blocks that a prompt finds in device memory, and at all.
         self._device: dict[int, int] = {}
@@ -77,12 +77,12 @@ class KvBlockIndex:
         self._near = {self._root}
         self._reached = {self._root}
         # Blocks that were known when all was lost, those above before those below: some are of no use now.
-        self._left: list[Block] = []
+        self._left: list[KvBlock] = []
         # The least recently named first; shorter prefixes of a prompt after longer ones.
         self._names: OrderedDict[int, NamedPrefix] = OrderedDict()
         self._dirty: set[int] = set()
         # Blocks that were moved between device and host memory: what is below them is found elsewhere too.
-        self._moved: set[Block] = set()
+        self._moved: set[KvBlock] = set()
         self._changes: deque[int] = deque(maxlen=MAX_CHANGES)
         self._count = 0
         self._reset_at = 0
@@ -193,7 +193,7 @@ class KvBlockIndex:
             self._log(value)
         self._watch()
 
-    def news(self, since: int) -> News:
+    def news(self, since: int) -> PrefixIndexUpdate:
         """The changes after the one numbered ``since``; a new reader begins with -1."""
         self._collect()
         missed = self._count - since
@@ -205,7 +205,7 @@ class KvBlockIndex:
                     snapshot.append(CachedPrefix(value, tokens, host))
                 if len(snapshot) == MAX_SNAPSHOT:
                     break
-            return News(self._count, True, tuple(snapshot), ())
+            return PrefixIndexUpdate(self._count, True, tuple(snapshot), ())
         news_held, news_gone = [], []
         for value in set(islice(reversed(self._changes), missed)):
             name = self._names.get(value)
@@ -217,7 +217,7 @@ class KvBlockIndex:
                 news_held.append(CachedPrefix(value, tokens, host))
             else:
                 news_gone.append(CachedPrefix(value, name.blocks * self.block_tokens))
-        return News(self._count, False, tuple(news_held), tuple(news_gone))
+        return PrefixIndexUpdate(self._count, False, tuple(news_held), tuple(news_gone))
 
     def tokens_of(self, keys: Sequence[int]) -> tuple[int, int]:
         """The tokens that a prompt of these blocks finds in device memory, and further in host memory."""
@@ -238,7 +238,7 @@ class KvBlockIndex:
                 return index
         return len(keys)
 
-    def _path(self, keys: Sequence[int]) -> list[Block]:
+    def _path(self, keys: Sequence[int]) -> list[KvBlock]:
         """These blocks of a prompt, from its first."""
         path, block = [], self._root
         for key in keys:
@@ -246,7 +246,7 @@ class KvBlockIndex:
             path.append(block)
         return path
 
-    def _found(self, value: int, blocks: int, block: Block) -> None:
+    def _found(self, value: int, blocks: int, block: KvBlock) -> None:
         """A prompt shares ``blocks`` blocks and the prefix ``value``, but nothing deeper that is known.
 
         Shorter prefixes cannot be worth more.
@@ -257,7 +257,7 @@ class KvBlockIndex:
             if (shorter := self._names.get(value)) is None or shorter.blocks <= blocks:
                 return
 
-    def _place(self, value: int, parent: int, blocks: int, block: Block) -> None:
+    def _place(self, value: int, parent: int, blocks: int, block: KvBlock) -> None:
         """The prefix ``value`` is worth ``blocks`` blocks: ``block`` is their last, or the next."""
         name, before = self._names.get(value), None
         if name is None:
@@ -296,12 +296,12 @@ class KvBlockIndex:
             self._dirty.discard(value)
             self._log(value)
 
-    def _add(self, key: int, parent: Block) -> Block:
-        block = self._blocks[key] = Block(key, parent, self.stores)
+    def _add(self, key: int, parent: KvBlock) -> KvBlock:
+        block = self._blocks[key] = KvBlock(key, parent, self.stores)
         parent.children.add(block)
         return block
 
-    def _prune(self, block: Block) -> None:
+    def _prune(self, block: KvBlock) -> None:
         """Forget ``block`` and those above it, as far as nothing depends on them."""
         while (parent := block.parent) is not None:
             if block.children or block.names or self.holds(block.key):
@@ -311,7 +311,7 @@ class KvBlockIndex:
             self._moved.discard(block)
             block = parent
 
-    def _refresh(self, block: Block) -> None:
+    def _refresh(self, block: KvBlock) -> None:
         """Copies of ``block`` came or went: update where it and what continues it are found."""
         stack = [block]
         while stack:
@@ -363,7 +363,7 @@ class KvBlockIndex:
 
     def _collect(self) -> None:
         """Log the prefixes of which readers know something else than what is true now."""
-        seen: set[Block] = set()
+        seen: set[KvBlock] = set()
         stack = list(self._moved)
         while stack:
             block = stack.pop()

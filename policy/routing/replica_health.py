@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
-from policy.config.deployment import Eject, Retry
+from policy.config.deployment import OutlierEjection, RetryBudget
 from policy.stats.windows import RecentCounts
 
 # The least answers in a window for a success rate: 3 failures of 4 happen at a rate of 85 %.
@@ -25,7 +25,7 @@ FLAPS: Final = 3
 JITTER: Final = 0.2
 
 
-class BreakerState(StrEnum):
+class CircuitBreakerState(StrEnum):
     """Of a breaker: requests pass, none pass, or one probe passes."""
 
     CLOSED = "closed"
@@ -34,9 +34,9 @@ class BreakerState(StrEnum):
 
 
 # Compared for each request: machine code reads a constant faster than a member of an enumeration.
-_CLOSED: Final = BreakerState.CLOSED
-_OPEN: Final = BreakerState.OPEN
-_HALF_OPEN: Final = BreakerState.HALF_OPEN
+_CLOSED: Final = CircuitBreakerState.CLOSED
+_OPEN: Final = CircuitBreakerState.OPEN
+_HALF_OPEN: Final = CircuitBreakerState.HALF_OPEN
 
 
 class AttemptResult(StrEnum):
@@ -53,7 +53,7 @@ class AttemptResult(StrEnum):
     NOTHING = "nothing"
 
 
-class Breaker:
+class CircuitBreaker:
     """The circuit breaker of one replica. ``streak`` counts its consecutive failures.
 
     ``reachable`` is set from outside; an unreachable replica does not count as a reason to eject another.
@@ -61,7 +61,7 @@ class Breaker:
     instants are seconds of one monotonic clock.
     """
 
-    def __init__(self, limits: Eject) -> None:
+    def __init__(self, limits: OutlierEjection) -> None:
         self.limits = limits
         self.state = _CLOSED
         self.reachable = True
@@ -178,7 +178,7 @@ class Breaker:
         self._recent.clear()
 
 
-class Watchdog:
+class ReplicaWatchdog:
     """Detects a replica that holds requests and makes no progress."""
 
     def __init__(self) -> None:
@@ -216,14 +216,14 @@ class ReplicaHealth:
 
     def __init__(self, counters: HealthCounters, draw: Callable[[], float]) -> None:
         self.counters = counters
-        self.breakers: list[Breaker] = []
+        self.breakers: list[CircuitBreaker] = []
         self._draw = draw
-        self._eject_limits = Eject()
-        self._retry_limits = Retry()
+        self._eject_limits = OutlierEjection()
+        self._retry_limits = RetryBudget()
         # Requests and retries.
         self._recent = RecentCounts(self._retry_limits.window_s)
 
-    def configure(self, eject: Eject, retry: Retry) -> None:
+    def configure(self, eject: OutlierEjection, retry: RetryBudget) -> None:
         """Apply limits; a retry budget with other limits starts empty."""
         self._eject_limits = eject
         for breaker in self.breakers:
@@ -232,13 +232,13 @@ class ReplicaHealth:
             self._retry_limits = retry
             self._recent = RecentCounts(retry.window_s)
 
-    def join(self) -> Breaker:
+    def join(self) -> CircuitBreaker:
         """The breaker of a new replica."""
-        breaker = Breaker(self._eject_limits)
+        breaker = CircuitBreaker(self._eject_limits)
         self.breakers.append(breaker)
         return breaker
 
-    def leave(self, breaker: Breaker) -> None:
+    def leave(self, breaker: CircuitBreaker) -> None:
         """Remove the breaker of a replica that is gone."""
         self.breakers.remove(breaker)
 
@@ -260,26 +260,26 @@ class ReplicaHealth:
         """Count a retry that is free: it costs no replica in good standing anything."""
         self.counters.retries["free"] += 1
 
-    def record(self, breaker: Breaker, result: AttemptResult, at: float) -> bool:
+    def record(self, breaker: CircuitBreaker, result: AttemptResult, at: float) -> bool:
         """Take the result of an attempt; returns whether that ejected the replica."""
         breaker.note(result, at)
         return result is AttemptResult.BAD and breaker.failing(at) and self._eject(breaker, at, "failures")
 
-    def stalled(self, breaker: Breaker, at: float) -> bool:
+    def stalled(self, breaker: CircuitBreaker, at: float) -> bool:
         """The replica holds requests and makes no progress; returns whether that ejected it."""
         return self._eject(breaker, at, "silence")
 
-    def disconnected(self, breaker: Breaker, at: float) -> bool:
+    def disconnected(self, breaker: CircuitBreaker, at: float) -> bool:
         """The replica has become unreachable; returns whether it was ejected because it flaps."""
         return breaker.lost(at) and self._eject(breaker, at, "flapping")
 
-    def probed(self, breaker: Breaker, result: AttemptResult, at: float) -> bool:
+    def probed(self, breaker: CircuitBreaker, result: AttemptResult, at: float) -> bool:
         """Take the result of a probe; returns whether the replica is in rotation again."""
         breaker.probed(result, at, self._draw())
         self.counters.probes[result] += 1
         return breaker.state is _CLOSED
 
-    def admits(self, breaker: Breaker) -> bool:
+    def admits(self, breaker: CircuitBreaker) -> bool:
         """Whether a request may go there: closed, free for a probe, or no replica can serve."""
         if breaker.state is _CLOSED:
             return True
@@ -291,7 +291,7 @@ class ReplicaHealth:
         """Whether every reachable replica is ejected, or would be."""
         return not any(_serves(breaker) and not breaker.failing(at) for breaker in self.breakers)
 
-    def _eject(self, breaker: Breaker, at: float, reason: str) -> bool:
+    def _eject(self, breaker: CircuitBreaker, at: float, reason: str) -> bool:
         """Open ``breaker`` unless too many are open, or its replica is the last that can serve.
 
         A replica that serves nothing may be one too many if another serves well, which then gets no load
@@ -313,5 +313,5 @@ class ReplicaHealth:
         return True
 
 
-def _serves(breaker: Breaker) -> bool:
+def _serves(breaker: CircuitBreaker) -> bool:
     return breaker.reachable and breaker.state is _CLOSED

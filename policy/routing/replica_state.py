@@ -7,7 +7,7 @@ from typing import Final
 from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import StepTable, step_table_of
 from policy.request import ASSUMED_OUTPUT_TOKENS, Request
-from policy.routing.cache_affinity import Share, Slots
+from policy.routing.cache_affinity import AssumedAdapterSlots, ReplicaShare
 from policy.routing.cached_prefixes import PrefixIndex
 from policy.routing.prediction_correction import PredictionError
 from policy.routing.resident_sessions import ResidentSessions
@@ -30,8 +30,8 @@ class ReplicaState:
         self.key = key
         self.held = PrefixIndex()
         self.sessions = ResidentSessions()
-        self.slots = Slots(slots)
-        self.share = Share()
+        self.slots = AssumedAdapterSlots(slots)
+        self.share = ReplicaShare()
         self.time(timing, assumed)
         self.residual = PredictionError()
         self.load_s = ASSUMED_LOAD_S

@@ -16,7 +16,7 @@ VICTIMS: Final = 4
 EVERY: Final = 8
 
 
-class Resident:
+class ResidentSession:
     """What a session has there: ``tokens`` of its last prompt, of which others have the first ``shared`` too.
 
     ``at`` is its last request there, its ``turns``-th; ``away`` once it went on elsewhere.
@@ -41,7 +41,7 @@ class ResidentSessions:
     def __init__(self) -> None:
         self.room = math.inf
         self.chance = 0.0
-        self.by_session: OrderedDict[int, Resident] = OrderedDict()
+        self.by_session: OrderedDict[int, ResidentSession] = OrderedDict()
         self.own = 0
         self._uses = 0
 
@@ -49,7 +49,7 @@ class ResidentSessions:
         """A prompt of ``tokens`` was sent there; ``shared`` of them are of others too, if it is new there."""
         found = self.by_session.get(session)
         if found is None:
-            found = self.by_session[session] = Resident(shared)
+            found = self.by_session[session] = ResidentSession(shared)
         else:
             self.by_session.move_to_end(session)
         own = max(tokens - found.shared, 0)

@@ -14,15 +14,15 @@ from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import GENERIC, step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.cache_affinity import Popularity, ShareSums, add_taker, balance_of, mean_load
+from policy.routing.cache_affinity import PopularityCounter, ShareSums, add_taker, balance_of, mean_load
 from policy.routing.cost import Candidate, CandidateCost, CostEstimate, CostModel
 from policy.routing.prediction_correction import InterTokenGaps
 from policy.routing.replica_state import ReplicaState
-from policy.routing.settings import Settings
+from policy.routing.settings import RoutingSettings
 from policy.wire.load_stream import CachedPrefix
 
 
-class Decision:
+class PickResult:
     """The ``chosen`` replica and the ``reason``; without one the request waits in the gateway.
 
     ``rows`` are the estimates of all candidates; ``quotes`` has them with names.
@@ -66,22 +66,22 @@ LOAD_GAIN: Final = 0.1
 class Router:
     """The routing state of one model in one gateway worker."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
+    def __init__(self, settings: RoutingSettings | None = None) -> None:
+        self.settings = settings or RoutingSettings()
         self._sites: dict[int, ReplicaState] = {}
         self._gaps = InterTokenGaps()
-        self._popular = Popularity(SPAN)
+        self._popular = PopularityCounter(SPAN)
         self._costs = CostModel(self._popular)
         self._measured = 0
         self._hash_tokens = 128.0
 
-    def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Decision:
+    def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> PickResult:
         """The best of ``candidates``; ties are broken by ``draw`` in [0, 1)."""
         present = ShareSums()
         sites = [self._candidate(candidate, at, present) for candidate in candidates]
         pairs = self._with_room(request, candidates, sites, at)
         if not pairs:
-            return Decision(None, (), NO_ROOM)
+            return PickResult(None, (), NO_ROOM)
         balance = balance_of([site.share for site in sites], self._popular.worth)
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
@@ -92,7 +92,7 @@ class Router:
                     costs[i] = math.inf
         best = _least(costs)
         if costs[best[0]] == math.inf:
-            return Decision(None, rows, TOO_LATE)
+            return PickResult(None, rows, TOO_LATE)
         if request.session or len(best) > 1:
             row = rows[self._among(request, pairs, costs, draw)]
         else:
@@ -105,7 +105,7 @@ class Router:
                 reason = AWAY if held and any(row.uncached < chosen.uncached for row in rows) else HOME
         else:
             reason = RESIDENT if request.adapter_key and not chosen.adapter else SOONEST
-        return Decision(chosen, rows, reason)
+        return PickResult(chosen, rows, reason)
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
         """``request`` was sent there; returns the hashes that are new, for other gateways."""

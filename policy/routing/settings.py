@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from policy.config.deployment import Adapters, ModelSpec
+from policy.config.deployment import AdaptersConfig, ModelSpec
 from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.engine.prefill_estimate import GENERIC
@@ -19,7 +19,7 @@ _DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(slots=True, frozen=True)
-class Settings:
+class RoutingSettings:
     """What the deployment says about the routing of one model.
 
     ``assumed`` is the timing of a replica that reports none. ``start_s`` is how long a request may wait at a
@@ -33,13 +33,13 @@ class Settings:
     slots: int = 8
 
 
-def settings_of(spec: ModelSpec) -> Settings:
+def settings_of(spec: ModelSpec) -> RoutingSettings:
     slo = spec.control.strictest_slo
-    return Settings(
+    return RoutingSettings(
         assumed=_assumed(spec),
         start_s=math.inf if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,
         itl_s=math.inf if slo.itl_p95_s is None else slo.itl_p95_s,
-        slots=(spec.adapters or Adapters()).slots_per_replica,
+        slots=(spec.adapters or AdaptersConfig()).slots_per_replica,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from policy.types import Replica
-from policy.wire.heartbeat import GpuOrder
+from policy.wire.heartbeat import GpuCommand
 
 
 def is_prepared(replica: Replica) -> bool:
@@ -71,23 +71,23 @@ def chosen_engines(engines: Iterable[GroupEngine], awake: Mapping[str, int]) -> 
     return found
 
 
-def orders(
+def gpu_commands(
     engines: Sequence[GroupEngine], awake: Mapping[str, int], *, starting: bool
-) -> dict[str, GpuOrder]:
+) -> dict[str, GpuCommand]:
     """The order of each engine by id; ``starting`` while no engine of the group has served yet."""
     chosen = chosen_engines(engines, awake)
-    found: dict[str, GpuOrder] = {}
+    found: dict[str, GpuCommand] = {}
     for engine in engines:
         sharing = [other for other in engines if other is not engine and _share(engine, other)]
         if engine not in chosen:
             waits = any(other in chosen and not (starting and not other.serving) for other in sharing)
-            found[engine.id] = GpuOrder.SLEEP if waits or engine.prepared else GpuOrder.PREPARE
+            found[engine.id] = GpuCommand.SLEEP if waits or engine.prepared else GpuCommand.PREPARE
         elif starting and not engine.prepared:
             first = [other for other in sharing if other not in chosen]
             waits = not all(other.prepared or other.failed for other in first)
-            found[engine.id] = GpuOrder.WAIT if waits else GpuOrder.MEASURE
+            found[engine.id] = GpuCommand.WAIT if waits else GpuCommand.MEASURE
         else:
-            found[engine.id] = GpuOrder.SERVE
+            found[engine.id] = GpuCommand.SERVE
     return found
 
 

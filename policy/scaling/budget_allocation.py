@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.scaling.budget_resources import ROUNDING, Resources, total
 from policy.scaling.decision_types import Situation
 from policy.scaling.reconcile_steps import CPU_OVERCOMMIT
 
 
-class Claim(NamedTuple):
+class BudgetClaim(NamedTuple):
     """The claim of one model: ``asked`` replicas that take ``each``, the first ``floor`` of them guaranteed.
 
     ``now`` is its current count, ``held`` all that its replicas take, draining ones and other shapes
@@ -46,22 +46,22 @@ def held(situation: Situation) -> Resources:
     return actual.most(aimed)
 
 
-def spare(claims: Iterable[Claim], budget: Budget) -> Resources:
+def spare(claims: Iterable[BudgetClaim], budget: ResourceBudget) -> Resources:
     """What is free, with cores as often as a switch may overcommit them."""
     bounds = total(budget)
     return _less_held(bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT), claims)
 
 
-def alone(model: str, claims: Mapping[str, Claim], budget: Budget) -> Resources:
+def alone(model: str, claims: Mapping[str, BudgetClaim], budget: ResourceBudget) -> Resources:
     """What ``model`` could hold while no other model is scaled down for it."""
     return _less_held(total(budget), (claim for claim in claims.values() if claim.model != model))
 
 
-def _less_held(left: Resources, claims: Iterable[Claim]) -> Resources:
+def _less_held(left: Resources, claims: Iterable[BudgetClaim]) -> Resources:
     return reduce(lambda rest, claim: rest.plus(claim.held, -1), claims, left)
 
 
-def attainable(model: str, claims: Mapping[str, Claim], budget: Budget) -> Resources:
+def attainable(model: str, claims: Mapping[str, BudgetClaim], budget: ResourceBudget) -> Resources:
     """What ``model`` could hold if models of lower priority were scaled down to their floors."""
     left = total(budget)
     for claim in claims.values():
@@ -72,7 +72,7 @@ def attainable(model: str, claims: Mapping[str, Claim], budget: Budget) -> Resou
     return left
 
 
-def allocate(claims: Sequence[Claim], budget: Budget) -> dict[str, int]:
+def allocate(claims: Sequence[BudgetClaim], budget: ResourceBudget) -> dict[str, int]:
     """The count that each model gets, never more than it asks for.
 
     First every floor, the highest priority first; then what each asks for, by priority. Models of one
@@ -115,13 +115,13 @@ def allocate(claims: Sequence[Claim], budget: Budget) -> dict[str, int]:
     return grants
 
 
-def _kept(claim: Claim) -> int:
+def _kept(claim: BudgetClaim) -> int:
     """How many of the requested replicas exist already."""
     return min(claim.asked, claim.held.holds(claim.each) if claim.replaces else claim.now)
 
 
 def _filled(
-    level: Sequence[Claim], goal: Callable[[Claim], int], shares: dict[str, int], left: Resources
+    level: Sequence[BudgetClaim], goal: Callable[[BudgetClaim], int], shares: dict[str, int], left: Resources
 ) -> Resources:
     """Raise shares of one priority towards the goal, one replica at a time; returns what is left."""
     short = [claim for claim in level if shares[claim.model] < goal(claim)]
@@ -135,7 +135,7 @@ def _filled(
     return left
 
 
-def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Resources) -> Resources:
+def _claimed(level: Sequence[BudgetClaim], shares: Mapping[str, int], left: Resources) -> Resources:
     """What those of one priority claim beyond their shares, of what is ``left``.
 
     A claim that can only be had in part is not kept: a part of it is of no use.
@@ -149,7 +149,7 @@ def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Resources)
     return claimed
 
 
-def _granted(claim: Claim, share: int, free: Resources) -> tuple[int, Resources]:
+def _granted(claim: BudgetClaim, share: int, free: Resources) -> tuple[int, Resources]:
     """How many replicas of its share a model gets now, and what is free then."""
     if claim.replaces:
         grant = min(share, free.plus(claim.held).holds(claim.each))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import NamedTuple
 
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 
 # The count that fits where a replica needs none of the bounded resources: only its mode bounds it.
 UNBOUNDED = 1 << 30
@@ -41,7 +41,7 @@ class Resources(NamedTuple):
         return max(0, min(fits, default=UNBOUNDED))
 
 
-def total(budget: Budget) -> Resources:
+def total(budget: ResourceBudget) -> Resources:
     """The whole budget."""
     bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
     return Resources(*(math.inf if bound is None else float(bound) for bound in bounds))

@@ -16,13 +16,13 @@ from functools import partial
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.config.deployment import Budget
-from policy.engine.performance_model import Workload
+from policy.config.deployment import ResourceBudget
+from policy.engine.performance_model import EngineLoad
 from policy.engine.replica_capacity import Capability, capability, idle_latency
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS
-from policy.scaling.budget_allocation import Claim, allocate, alone, attainable, held, spare
+from policy.scaling.budget_allocation import BudgetClaim, allocate, alone, attainable, held, spare
 from policy.scaling.budget_resources import Resources
-from policy.scaling.decision_types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
+from policy.scaling.decision_types import Clip, Decision, DecisionMemory, ModeForecast, ModeOption, Situation
 from policy.scaling.guardrails import (
     GuardrailTrace,
     bound_of_policy,
@@ -38,13 +38,13 @@ from policy.scaling.guardrails import (
 from policy.scaling.serving_mode_selection import (
     PERCENTILE,
     ModeComparison,
-    Verdict,
+    ModeSelection,
     describe_switch,
     expected,
     expected_peak,
 )
 from policy.scaling.view import Policy, Proposal, View
-from policy.signals.types import Demand, Shares
+from policy.signals.types import ModelDemand, Shares
 from policy.types import Priority
 
 # How long a count or a switch must lack resources before a lower priority is scaled down for it: a replica
@@ -62,8 +62,8 @@ class ModelPolicies:
 
 
 def decide_all(
-    situations: Mapping[str, Situation], budget: Budget, policies: Mapping[str, ModelPolicies]
-) -> dict[str, tuple[Decision, Memory]]:
+    situations: Mapping[str, Situation], budget: ResourceBudget, policies: Mapping[str, ModelPolicies]
+) -> dict[str, tuple[Decision, DecisionMemory]]:
     """The decision of every model, with the memory that it leaves to the next.
 
     The budget is divided among the models that are given: all that share it have to be.
@@ -76,12 +76,12 @@ def decide_all(
     return {name: model.conclude(grants[name]) for name, model in models.items()}
 
 
-def workload_of(demand: Demand | None) -> Workload:
+def workload_of(demand: ModelDemand | None) -> EngineLoad:
     """The mean request, by those of late; the rate is left open."""
     if demand is None or demand.input_tokens <= 0:
-        return Workload(lam=0.0, input_tokens=ASSUMED_INPUT_TOKENS, output_tokens=ASSUMED_OUTPUT_TOKENS)
+        return EngineLoad(lam=0.0, input_tokens=ASSUMED_INPUT_TOKENS, output_tokens=ASSUMED_OUTPUT_TOKENS)
     # The last prompt token is always computed, and the first token of an answer with it.
-    return Workload(
+    return EngineLoad(
         lam=0.0,
         input_tokens=max(1.0, demand.input_tokens),
         output_tokens=max(1.0, demand.output_tokens),
@@ -98,13 +98,13 @@ class _ModelDecision:
 
     situation: Situation
     option: ModeOption
-    workload: Workload
+    workload: EngineLoad
     capabilities: dict[str, Capability]
     proposal: Proposal
     shadow: Proposal | None
     others: dict[str, Proposal]
     course: GuardrailTrace
-    verdict: Verdict = Verdict()  # noqa: RUF009 - never changed
+    verdict: ModeSelection = ModeSelection()  # noqa: RUF009 - never changed
     to: ModeOption | None = None
     lacks: Resources | None = None
     notes: list[str] = field(default_factory=list)
@@ -118,11 +118,11 @@ class _ModelDecision:
         high = proposal.forecast if proposal.forecast_high is None else proposal.forecast_high
         return max(0.0, demand.arrivals.last_60_s if high is None else high)
 
-    def claim(self) -> Claim:
+    def claim(self) -> BudgetClaim:
         """What the model asks of the budgets."""
         situation, course, option = self.situation, self.course, self.to or self.option
         waits = self._is_long(situation.memory.waits_since)
-        return Claim(
+        return BudgetClaim(
             model=situation.model,
             priority=situation.priority,
             each=option.resources,
@@ -138,7 +138,7 @@ class _ModelDecision:
     def _is_long(self, since: float | None) -> bool:
         return since is not None and self.situation.at - since >= STARVED_S
 
-    def compare(self, claims: Mapping[str, Claim], budget: Budget) -> None:
+    def compare(self, claims: Mapping[str, BudgetClaim], budget: ResourceBudget) -> None:
         """Compare modes, and choose one that is worth a switch or is set manually."""
         situation = self.situation
         if len(situation.rungs) < 2:
@@ -191,7 +191,7 @@ class _ModelDecision:
         self.to = None
         self.course = proposed(self.situation, self.option, self.proposal)
 
-    def conclude(self, granted: int) -> tuple[Decision, Memory]:
+    def conclude(self, granted: int) -> tuple[Decision, DecisionMemory]:
         """The decision with ``granted`` replicas, and the memory for the next."""
         situation, course, option = self.situation, self.course, self.to or self.option
         limit(course, situation, option, granted)
@@ -221,7 +221,7 @@ class _ModelDecision:
         # A dry run changes nothing.
         switched = self.to is not None and not situation.guard.dry_run
         unchanged = self.to is not None or decision.dry_run
-        memory = Memory(
+        memory = DecisionMemory(
             at=situation.at,
             policy=self.proposal.memory,
             shadow=None if self.shadow is None else self.shadow.memory,
@@ -270,7 +270,7 @@ class _ModelDecision:
             parts.append(f"{short:.2f} req/s over capacity{spillover}")
         return "; ".join(parts)
 
-    def _limited(self, clip: Limit) -> str:
+    def _limited(self, clip: Clip) -> str:
         if clip.now < clip.was:
             return f"capped at {clip.now}"
         return f"{'kept at' if clip.now == self.situation.count else 'raised to'} {clip.now}"
@@ -318,7 +318,7 @@ def _since(earlier: float | None, at: float) -> float:
     return at if earlier is None else earlier
 
 
-def _current_memory(situation: Situation) -> Memory:
+def _current_memory(situation: Situation) -> DecisionMemory:
     """The memory without what is outdated: nothing is known of a time without decisions.
 
     Instants in the future are of a clock that was set back while no controller ran: policies would take no
@@ -328,7 +328,7 @@ def _current_memory(situation: Situation) -> Memory:
     if memory.at is None:
         return memory
     if memory.at > at:
-        return Memory(switched_at=None if memory.switched_at is None else min(memory.switched_at, at))
+        return DecisionMemory(switched_at=None if memory.switched_at is None else min(memory.switched_at, at))
     if at - memory.at > situation.tick_s + situation.guard.stale_s:
         return msgspec.structs.replace(
             memory,
@@ -385,7 +385,7 @@ def _propose(situation: Situation, policies: ModelPolicies) -> _ModelDecision:
     )
 
 
-def _granted(models: Mapping[str, _ModelDecision], budget: Budget) -> dict[str, int]:
+def _granted(models: Mapping[str, _ModelDecision], budget: ResourceBudget) -> dict[str, int]:
     """The counts that the budget grants; a switch that cannot get all it needs is postponed."""
     while True:
         grants = allocate([model.claim() for model in models.values()], budget)

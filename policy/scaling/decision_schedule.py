@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 
 # The signals of a controller that has just started are incomplete, and would look like an idle fleet.
 LISTEN_S = 5.0
@@ -24,7 +24,7 @@ class DecisionSchedule:
         self,
         ticks_s: Mapping[str, float],
         at: float,
-        budget: Budget,
+        budget: ResourceBudget,
         *,
         changed: Collection[str] = (),
         urgent: Collection[str] = (),
@@ -46,6 +46,6 @@ class DecisionSchedule:
         return set(ticks_s) if found and _is_shared(budget) else found
 
 
-def _is_shared(budget: Budget) -> bool:
+def _is_shared(budget: ResourceBudget) -> bool:
     bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
     return any(bound is not None for bound in bounds)

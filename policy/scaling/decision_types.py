@@ -62,7 +62,7 @@ class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
         return Resources(self.gpus, self.cpus, self.watts, self.cost_per_h)
 
 
-class Override(msgspec.Struct, frozen=True, kw_only=True):
+class ModeOverride(msgspec.Struct, frozen=True, kw_only=True):
     """A manual override of the mode, maybe with a count, ``until`` an instant or until cleared."""
 
     mode: str
@@ -74,7 +74,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
         return self.until is not None and self.until <= at
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class DecisionMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The state that the decision of ``at`` leaves to the next. Instants are Unix seconds.
 
     It has the memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since``:
@@ -128,13 +128,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     leaving: dict[str, int] = {}
     overflow: bool = False
-    override: Override | None = None
-    memory: Memory = Memory()
+    override: ModeOverride | None = None
+    memory: DecisionMemory = DecisionMemory()
     wall_clocks: dict[str, float] = {}
     slo_by_priority: dict[Priority, SloConfig] = {}
 
 
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
+class Clip(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a guardrail on a count, and its reason."""
 
     rule: Guardrail
@@ -206,7 +206,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     proposal: Proposal
     capability: Capability
-    clips: tuple[Limit, ...] = ()
+    clips: tuple[Clip, ...] = ()
     outlooks: tuple[ModeForecast, ...] = ()
     gain: float | None = None
     shadow: Proposal | None = None

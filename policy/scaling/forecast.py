@@ -39,7 +39,7 @@ class Smoothing(msgspec.Struct, frozen=True):
     lasts_s: float
 
 
-class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RateForecastState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The state of a rate: its ``level`` and ``trend`` (per second) as of ``at``.
 
     Until ``jumps_until`` the level equals the rate. ``pending`` are forecasts for ``horizon_s`` ahead with
@@ -57,15 +57,15 @@ class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def observed(
-    series: Series | None, at: float, rate: float, smoothing: Smoothing, over_s: float = 0.0
-) -> Series:
+    series: RateForecastState | None, at: float, rate: float, smoothing: Smoothing, over_s: float = 0.0
+) -> RateForecastState:
     """The series with one more observation; one no newer than the last changes nothing.
 
     If the rate is a mean over ``over_s`` seconds, a significant jump sets the level at once, until the mean
     covers only the time after it.
     """
     if series is None:
-        return Series(at, rate)
+        return RateForecastState(at, rate)
     elapsed = at - series.at
     if elapsed < APART_S:
         return series
@@ -83,12 +83,14 @@ def observed(
     return msgspec.structs.replace(series, at=at, level=level, trend=trend)
 
 
-def forecast_rate(series: Series, horizon_s: float, smoothing: Smoothing) -> float:
+def forecast_rate(series: RateForecastState, horizon_s: float, smoothing: Smoothing) -> float:
     """The forecast rate ``horizon_s`` seconds after the last observation; falls are not extrapolated."""
     return series.level + max(0.0, series.trend) * _lasting(horizon_s, smoothing.lasts_s)
 
 
-def with_trial(series: Series, rate: float, horizon_s: float, forecast: float) -> Series:
+def with_trial(
+    series: RateForecastState, rate: float, horizon_s: float, forecast: float
+) -> RateForecastState:
     """The series with the due forecasts compared to ``rate``, and with this one pending."""
     if not 1 / ALIKE <= (series.horizon_s or horizon_s) / horizon_s <= ALIKE:
         series = msgspec.structs.replace(series, horizon_s=horizon_s, pending=(), errors=())
@@ -101,7 +103,7 @@ def with_trial(series: Series, rate: float, horizon_s: float, forecast: float) -
     return msgspec.structs.replace(series, horizon_s=horizon_s, pending=pending, errors=errors[-ERRORS:])
 
 
-def shortfall(series: Series, part: float, forecast: float) -> float:
+def shortfall(series: RateForecastState, part: float, forecast: float) -> float:
     """The quantile ``part`` (0..1) of the shortfall of such forecasts, in requests per second; 0 or more."""
     root = math.sqrt(forecast)
     untried = [math.sqrt(1.0 + UNTRIED) * root - root] * (ERRORS - len(series.errors))

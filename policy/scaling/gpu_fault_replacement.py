@@ -35,7 +35,7 @@ class GpuHealth(NamedTuple):
     card: str = ""
 
 
-class Condition(NamedTuple):
+class ReplicaFault(NamedTuple):
     """Why a replica should be replaced; a ``fatal`` condition may give wrong answers, others slow ones."""
 
     why: str
@@ -51,22 +51,22 @@ def observe(before: GpuHealth | None, report: GpuReport, at: float) -> GpuHealth
     return GpuHealth(at, since, failed.xid, failed.card)
 
 
-def condition(health: GpuHealth, at: float) -> Condition | None:
+def condition(health: GpuHealth, at: float) -> ReplicaFault | None:
     """The condition of a replica, if it is unhealthy."""
     reported_at, since, xid, card = health
     if xid:
-        return Condition(f"XID {xid}" + (f" on {card}" if card else ""), fatal=True)
+        return ReplicaFault(f"XID {xid}" + (f" on {card}" if card else ""), fatal=True)
     if since is not None and reported_at - since >= SLOWED_S and at - reported_at <= UNHEARD_S:
-        return Condition(f"throttled by hardware for {SLOWED_S:.0f} s", fatal=False)
+        return ReplicaFault(f"throttled by hardware for {SLOWED_S:.0f} s", fatal=False)
     return None
 
 
-class Slot(NamedTuple):
+class ReplicaSlot(NamedTuple):
     """One replica of the serving layer, with its condition."""
 
     id: str
     ready: bool
-    condition: Condition | None = None
+    condition: ReplicaFault | None = None
 
     @property
     def failed(self) -> bool:
@@ -82,7 +82,7 @@ class ReplacementState(NamedTuple):
     """
 
     at: float
-    slots: Sequence[Slot]
+    slots: Sequence[ReplicaSlot]
     desired: int
     min_healthy: int
     room: bool

@@ -1,7 +1,7 @@
 """The guardrails that limit the count of a policy.
 
 SPARE, OVERRIDE, STALENESS, MIN_HEALTHY, SCHEDULE, then BUDGET over all models, STEP, RATE, HOLD. Each rule
-that changes the count leaves a :class:`policy.scaling.decision_types.Limit`. A manual override replaces the
+that changes the count leaves a :class:`policy.scaling.decision_types.Clip`. A manual override replaces the
 policy's count and ignores stale signals, steps, rates and holds, but not bounds, ``min_healthy`` and budgets.
 Schedules change the bounds of the modes: no step, rate or hold delays them, as with the bounds of
 Kubernetes' Horizontal Pod Autoscaler.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from policy.config.control import Rate, Schedule
-from policy.scaling.decision_types import Guardrail, Limit, ModeOption, Override, Situation
+from policy.config.control import ScalingRateLimit, ScalingSchedule
+from policy.scaling.decision_types import Clip, Guardrail, ModeOption, ModeOverride, Situation
 from policy.scaling.reconcile_steps import MAX_FAILURES
 from policy.scaling.view import Proposal
 
@@ -42,16 +42,16 @@ class GuardrailTrace:
     floor: int = 0
     by_hand: bool = False
     asleep: str = ""
-    clips: list[Limit] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
 
     def limit(self, rule: Guardrail, count: int, why: str) -> None:
         """Set ``count``, and record a change."""
         if count != self.count:
-            self.clips.append(Limit(rule=rule, was=self.count, now=count, why=why))
+            self.clips.append(Clip(rule=rule, was=self.count, now=count, why=why))
             self.count = count
 
 
-def schedules_in_force(situation: Situation) -> list[tuple[str, Schedule]]:
+def schedules_in_force(situation: Situation) -> list[tuple[str, ScalingSchedule]]:
     """The schedules that apply now, with their keys in the deployment file."""
     schedules = enumerate(situation.scale.schedules)
     return [
@@ -74,17 +74,17 @@ def scheduled(situation: Situation) -> Situation:
     return msgspec.structs.replace(situation, rungs=tuple(rungs)) if rungs else situation
 
 
-def bound_of_policy(situation: Situation, rung: ModeOption, proposal: Proposal) -> Limit | None:
+def bound_of_policy(situation: Situation, rung: ModeOption, proposal: Proposal) -> Clip | None:
     """The bound of ``rung`` that the policy applied to its count itself; ``None`` if it applied none."""
     if proposal.unbounded is None:
         return None
     rule, why = _most(situation, rung) if proposal.count < proposal.unbounded else _least(situation, rung)
     if proposal.count > max(rung.least, proposal.unbounded):
         why = "requests wait or run"
-    return Limit(rule=rule, was=proposal.unbounded, now=proposal.count, why=why)
+    return Clip(rule=rule, was=proposal.unbounded, now=proposal.count, why=why)
 
 
-def override_in_force(situation: Situation) -> Override | None:
+def override_in_force(situation: Situation) -> ModeOverride | None:
     """The manual override in force, if its mode exists."""
     override = situation.override
     if override is None or (override.until is not None and situation.at >= override.until):
@@ -151,14 +151,14 @@ def proposed(situation: Situation, rung: ModeOption, proposal: Proposal) -> Guar
     spare = situation.scale.spare
     most = min(proposal.count + spare, rung.most)
     why = f"scale.spare keeps {spare} ready beyond the need"
-    more = Limit(rule=Guardrail.SPARE, was=proposal.count, now=most, why=why)
+    more = Clip(rule=Guardrail.SPARE, was=proposal.count, now=most, why=why)
     if more.now <= more.was:
         return requested(situation, rung, proposal.count)
     return requested(situation, rung, more.now, (more,))
 
 
 def requested(
-    situation: Situation, rung: ModeOption, count: int, clips: Sequence[Limit] = ()
+    situation: Situation, rung: ModeOption, count: int, clips: Sequence[Clip] = ()
 ) -> GuardrailTrace:
     """The count after OVERRIDE, STALENESS, MIN_HEALTHY and SCHEDULE: what the model requests of the budgets.
 
@@ -257,11 +257,11 @@ def changed(course: GuardrailTrace, situation: Situation) -> tuple[tuple[float, 
     return tuple((at, change) for at, change in changes if change and situation.at - at < longest_s)
 
 
-def _rates(situation: Situation) -> tuple[Rate, ...]:
+def _rates(situation: Situation) -> tuple[ScalingRateLimit, ...]:
     return (*situation.scale.rates_up, *situation.scale.rates_down)
 
 
-def _allowed(situation: Situation, rates: Sequence[Rate], sign: int) -> tuple[int, str]:
+def _allowed(situation: Situation, rates: Sequence[ScalingRateLimit], sign: int) -> tuple[int, str]:
     """How many more replicas may be added (``sign`` 1) or removed (-1) now, and why.
 
     Of several rates the one that allows the most counts, as with ``selectPolicy: Max`` of Kubernetes'

@@ -11,14 +11,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from policy.config.deployment import Budget, Deployment, ModelSpec
+from policy.config.deployment import Deployment, ModelSpec, ResourceBudget
 from policy.config.shared_gpus import GpuGroup
 from policy.engine.builtin_profiles import price_of
 from policy.engine.performance_model import Timing
 from policy.errors import SwitchRefused
 from policy.scaling.budget_resources import Resources, summed, total
-from policy.scaling.decision_types import Memory, ModeOption, Override, Situation
-from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout, SharedGpus, leaving_layer
+from policy.scaling.decision_types import DecisionMemory, ModeOption, ModeOverride, Situation
+from policy.scaling.reconcile_steps import (
+    Layer,
+    LayerKey,
+    RolloutGoal,
+    RolloutPlanner,
+    SharedGpus,
+    leaving_layer,
+)
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from policy.types import Priority
@@ -52,16 +59,16 @@ class ObservedModel(NamedTuple):
     replicas: int
     layers: Mapping[LayerKey, Layer]
     footprints: Mapping[LayerKey, Resources]
-    budget: Budget
+    budget: ResourceBudget
     others: Resources
     groups: Mapping[int, GpuGroup] = {}
     gap: bool = False
     closing: bool = False
 
-    def rollout(self, extra: int = 0) -> Rollout:
+    def rollout(self, extra: int = 0) -> RolloutPlanner:
         """The steps to what is desired, with ``extra`` replicas while one is replaced."""
         healthy = min(self.spec.control.scale.min_healthy, self.replicas)
-        goal = Goal(
+        goal = RolloutGoal(
             key=self.key, count=self.replicas + extra, min_healthy=healthy, gap=self.gap, closing=self.closing
         )
         groups = tuple(
@@ -71,7 +78,7 @@ class ObservedModel(NamedTuple):
             )
             for generation, group in self.groups.items()
         )
-        return Rollout(goal, self.layers, self.footprints, self.bounds(), groups)
+        return RolloutPlanner(goal, self.layers, self.footprints, self.bounds(), groups)
 
     def in_mode(self, mode: str, count: int) -> ObservedModel:
         """The same model with ``count`` replicas of ``mode`` desired."""
@@ -130,8 +137,8 @@ class ObservedModel(NamedTuple):
         *,
         at: float,
         settled: bool,
-        memory: Memory,
-        override: Override | None = None,
+        memory: DecisionMemory,
+        override: ModeOverride | None = None,
         wall_clock: Callable[[str], float],
     ) -> Situation:
         """All that the decision at ``at`` may depend on; ``settled`` once the desired state was reached.

@@ -67,7 +67,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
         return self.ready if self.failures or self.broken else self.ready + silent
 
 
-class Goal(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutGoal(msgspec.Struct, frozen=True, kw_only=True):
     """The only layer that should serve, and its replica count.
 
     ``gap`` allows fewer than ``min_healthy`` ready replicas during the switch. While it is ``closing``, the
@@ -88,14 +88,14 @@ class SharedGpus(NamedTuple):
     layers: frozenset[LayerKey]
 
 
-class Rollout(NamedTuple):
+class RolloutPlanner(NamedTuple):
     """The steps to a ``goal`` from the observed ``layers`` of its model.
 
     ``footprints`` are the resources of one replica of each layer, ``bounds`` what the model may hold in all.
     The replicas of a layer in one of the ``groups`` take their resources within the group.
     """
 
-    goal: Goal
+    goal: RolloutGoal
     layers: Mapping[LayerKey, Layer]
     footprints: Mapping[LayerKey, Resources]
     bounds: Resources

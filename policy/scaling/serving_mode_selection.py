@@ -18,15 +18,15 @@ from typing import NamedTuple
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.engine.performance_model import Workload
+from policy.engine.performance_model import EngineLoad
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.replica_capacity import FULL, Capability, ExpectedLatency, latency_at
 from policy.scaling.budget_resources import ROUNDING, Resources
 from policy.scaling.decision_types import ModeForecast, ModeOption, Situation, SwitchCost
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
-from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout
-from policy.scaling.switch_cost import Capacities, Switch, describe_gain, interruption, switch_cost
+from policy.scaling.reconcile_steps import Layer, LayerKey, RolloutGoal, RolloutPlanner
+from policy.scaling.switch_cost import Capacities, ModeSwitch, describe_gain, interruption, switch_cost
 
 # The percentile of the latencies that an SLO bounds.
 PERCENTILE = 0.95
@@ -48,7 +48,7 @@ RESIDUAL = 0.9
 LONGEST_DWELL_S = 3600.0
 
 
-class Verdict(NamedTuple):
+class ModeSelection(NamedTuple):
     """The result of a comparison: the forecast ``to`` switch to, if any, and its predicted saving ``gain``.
 
     With ``early`` the switch pays only once lower priorities have been scaled down for it. Until
@@ -94,7 +94,7 @@ class ModeComparison:
     situation: Situation
     rate: float
     during: Callable[[float], float]
-    workload: Workload
+    workload: EngineLoad
     capabilities: Mapping[str, Capability]
     reach: Resources
     alone: Resources
@@ -127,7 +127,7 @@ class ModeComparison:
         price = _price(self.situation.rungs)
         return {mode: self._forecast(option, price[mode]) for mode, option in self.options.items()}
 
-    def evaluate(self) -> Verdict:
+    def evaluate(self) -> ModeSelection:
         """Compare all modes; the verdict has the switch to make, if any."""
         situation, found = self.situation, self.forecasts()
         here = found[situation.mode]
@@ -136,7 +136,7 @@ class ModeComparison:
         excluded = self.fixed or metrics_stale(situation)
         since: dict[str, float] = {}
         outlooks: list[ModeForecast] = []
-        verdict = Verdict()
+        verdict = ModeSelection()
         for mode, forecast in found.items():
             there = forecast
             if mode == situation.mode:
@@ -156,7 +156,7 @@ class ModeComparison:
                 if best.mode == mode and (early or not why):
                     queue, clears_by = self._queue(there)
                     why = why or queue
-                    verdict = Verdict(gain=gain, queue_clears_by=clears_by)
+                    verdict = ModeSelection(gain=gain, queue_clears_by=clears_by)
                     if not queue:
                         verdict = verdict._replace(to=there, early=early)
                 why = why or ("worth a switch" if best.mode == mode else f"{best.mode} costs less")
@@ -232,7 +232,7 @@ class ModeComparison:
         move, keeps_up = self._switch(there), here.ttft_s is not None
         return interruption(move, residual, situation.queue_s, keeps_up=keeps_up)
 
-    def _switch(self, there: ModeForecast) -> Switch:
+    def _switch(self, there: ModeForecast) -> ModeSwitch:
         """The switch to ``there`` in the room that is free now."""
         situation = self.situation
         old, new = self.options[situation.mode], self.options[there.mode]
@@ -241,7 +241,7 @@ class ModeComparison:
         room = self.spare.plus(old.resources, serving)
         # Cores are bounded as they are, and overcommitted by the rollout.
         bounds = Resources(*map(min, self.alone, room))._replace(cpus=self.alone.cpus)
-        return Switch(
+        return ModeSwitch(
             old=old,
             new=new,
             serving=serving,
@@ -295,10 +295,10 @@ class ModeComparison:
         """Whether the first replica of ``new`` fits into ``room`` only while none serves."""
         situation, count = self.situation, max(1, new.least)
         was, key = (LayerKey(situation.model, option.mode, 0) for option in (old, new))
-        goal = Goal(key=key, count=count, min_healthy=min(situation.scale.min_healthy, count))
+        goal = RolloutGoal(key=key, count=count, min_healthy=min(situation.scale.min_healthy, count))
         layers = {was: Layer(wanted=situation.supply.wanted, ready=situation.supply.serving)}
         footprints = {was: Resources(old.gpus, old.cpus), key: Resources(new.gpus, new.cpus)}
-        return Rollout(goal, layers, footprints, room).needs_gap()
+        return RolloutPlanner(goal, layers, footprints, room).needs_gap()
 
 
 def _priced(options: tuple[ModeOption, ...]) -> tuple[str, dict[str, float]]:

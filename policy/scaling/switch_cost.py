@@ -1,6 +1,6 @@
 """The cost of a mode switch to the requests that are served or wait, in seconds of waiting.
 
-The switch is simulated by the steps of its rollout (:class:`policy.scaling.reconcile_steps.Rollout`):
+The switch is simulated by the steps of its rollout (:class:`policy.scaling.reconcile_steps.RolloutPlanner`):
 replicas start, others drain, and what serves meanwhile has a capacity. On CPUs, engines that start or drain
 take cores from those that serve.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 from policy.engine.performance_model import Timing
 from policy.scaling.budget_resources import Resources
 from policy.scaling.decision_types import STANDING_S, ModeOption, SwitchCost
-from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout
-from policy.signals.types import Demand, Signals
+from policy.scaling.reconcile_steps import Layer, LayerKey, RolloutGoal, RolloutPlanner
+from policy.signals.types import ModelDemand, Signals
 
 # A start is nearly all imports, in one thread.
 START_CORES = 1
@@ -38,7 +38,7 @@ def describe_gain(gain: float) -> str:
     return f"costs {-gain:.0%} more" if gain > -1.0 else f"costs {1.0 - gain:.1f} times as much"
 
 
-class Phase(NamedTuple):
+class SwitchPhase(NamedTuple):
     """``seconds`` of a switch in which ``old`` and ``new`` replicas serve at ``speed`` (0 to 1).
 
     Old replicas that are ``draining`` only end what runs there.
@@ -51,7 +51,7 @@ class Phase(NamedTuple):
     draining: int = 0
 
 
-class Switch(NamedTuple):
+class ModeSwitch(NamedTuple):
     """A switch from ``serving`` replicas of ``old`` to ``target`` of ``new``.
 
     The model may hold ``bounds`` and keeps ``min_healthy`` replicas. Its last running request ends in
@@ -67,16 +67,16 @@ class Switch(NamedTuple):
     drain_s: float
     gap_s: float = 0.0
 
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[SwitchPhase]:
         """The phases in order, without the time after the last old replica has left."""
         if self.gap_s:
-            return [Phase(self.gap_s, 0, 0)]
+            return [SwitchPhase(self.gap_s, 0, 0)]
         was, key = (LayerKey("", option.mode, 0) for option in (self.old, self.new))
         layers = {was: Layer(wanted=self.serving, ready=self.serving), key: Layer()}
         footprints = {was: self.old.resources, key: self.new.resources}
-        goal = Goal(key=key, count=self.target, min_healthy=min(self.min_healthy, self.target))
-        rollout = Rollout(goal, layers, footprints, self.bounds)
-        found: list[Phase] = []
+        goal = RolloutGoal(key=key, count=self.target, min_healthy=min(self.min_healthy, self.target))
+        rollout = RolloutPlanner(goal, layers, footprints, self.bounds)
+        found: list[SwitchPhase] = []
         while layers[was].ready or layers[key].ready < self.target:
             counts = rollout._replace(layers=layers).step()
             stay, ready = min(counts[was], layers[was].ready), layers[key].ready
@@ -86,7 +86,7 @@ class Switch(NamedTuple):
             speed = self._speed(stay + leaves, ready, starts)
             # A start time that was measured on shared cores counts them twice: no more than too long a wait.
             seconds = self.drain_s if leaves > 0 else self.new.lead_s / speed
-            found.append(Phase(seconds, stay, ready, speed, max(0, leaves)))
+            found.append(SwitchPhase(seconds, stay, ready, speed, max(0, leaves)))
             layers = {was: Layer(wanted=stay, ready=stay), key: Layer(wanted=counts[key], ready=counts[key])}
         return found
 
@@ -103,12 +103,12 @@ class Capacities(NamedTuple):
     new: float
     rate: float
 
-    def of(self, phase: Phase) -> float:
+    def of(self, phase: SwitchPhase) -> float:
         """What is served in a phase: a replica that drains does half its work on average."""
         old = phase.old + phase.draining / 2
         return phase.speed * (old * self.old + phase.new * self.new)
 
-    def lost(self, phase: Phase, serving: int) -> float:
+    def lost(self, phase: SwitchPhase, serving: int) -> float:
         """The part of a phase in which requests wait that ``serving`` old replicas would serve at once.
 
         An engine at half its speed makes each request wait as long again, whatever the load.
@@ -117,7 +117,7 @@ class Capacities(NamedTuple):
         served = min(1.0, self.of(phase) / needed) if needed > 0 else phase.speed
         return 1.0 - min(served, phase.speed)
 
-    def clears_s(self, queue: float, phases: Sequence[Phase], then: float) -> float:
+    def clears_s(self, queue: float, phases: Sequence[SwitchPhase], then: float) -> float:
         """Seconds until ``queue`` requests are served: during ``phases``, then at ``then`` requests/s."""
         at = 0.0
         for phase in phases:
@@ -129,7 +129,7 @@ class Capacities(NamedTuple):
         return at + queue / (then - self.rate) if then > self.rate else math.inf
 
 
-def switch_cost(switch: Switch, signals: Signals, capacities: Capacities, kv_tokens: int) -> SwitchCost:
+def switch_cost(switch: ModeSwitch, signals: Signals, capacities: Capacities, kv_tokens: int) -> SwitchCost:
     """The cost of a switch; ``kv_tokens`` fit into the caches of one old replica (0: unknown)."""
     demand, phases = signals.demand, switch.phases()
     refill_s = 0.0
@@ -157,7 +157,7 @@ def switch_cost(switch: Switch, signals: Signals, capacities: Capacities, kv_tok
     )
 
 
-def interruption(switch: Switch, capacities: Capacities, queue_s: float, *, keeps_up: bool) -> str:
+def interruption(switch: ModeSwitch, capacities: Capacities, queue_s: float, *, keeps_up: bool) -> str:
     """Why requests would be unserved during the switch, or an empty string.
 
     If the present mode ``keeps_up``, what serves during the switch has to as well, but for a moment, unless
@@ -174,7 +174,7 @@ def interruption(switch: Switch, capacities: Capacities, queue_s: float, *, keep
     return f"{served}: others wait for {waits_s:.0f} s"
 
 
-def _refill_s(demand: Demand, timing: Timing, cached_tokens: float) -> float:
+def _refill_s(demand: ModelDemand, timing: Timing, cached_tokens: float) -> float:
     """Seconds in which one replica computes what the next turns of the present requests would find cached."""
     if timing.model is None:
         return 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS, ASSUMED_REQUESTS
 from policy.signals.energy_attribution import BASE, EnergyAttribution
 from policy.signals.heartbeat_metrics import ReplicaMetrics
-from policy.signals.types import Demand, LatencyQuantiles, PriorityShares, Rates, Shares, Signals
+from policy.signals.types import LatencyQuantiles, ModelDemand, PriorityShares, Rates, Shares, Signals
 from policy.stats.histogram import BUCKETS, quantile
 from policy.stats.windows import Count, RateBins
 from policy.types import Priority, ReplicaPhase
@@ -176,7 +176,7 @@ class SignalAggregator:
         }
         self._models = {n: model for n, model in self._models.items() if model.last_at >= at - KEPT_S}
 
-    def _demand(self, name: str, at: float) -> Demand | None:
+    def _demand(self, name: str, at: float) -> ModelDemand | None:
         """As of the last report that named the model, so that missing reports do not look like no demand."""
         model = self._models.get(name)
         if model is None:
@@ -190,7 +190,7 @@ class SignalAggregator:
         like_s = model.rates.latest_s(end, _ENDED, ENOUGH, LATEST_S, LONGEST_S)
         lately = model.rates.sums(end - like_s, end)
         inputs, outputs = _mean_lengths(lately, last)
-        return Demand(
+        return ModelDemand(
             age_s=at - min((worker.reported_at for worker in reporting), default=end),
             arrivals=arrivals,
             refused=refused,

@@ -19,7 +19,7 @@ _TOTALS = (
 MOST_ADAPTERS: Final = 200
 
 
-class Judge:
+class SloCounters:
     """The limits of an SLO, and the totals of the streams that were judged by it."""
 
     def __init__(self, slo: SloConfig) -> None:
@@ -45,8 +45,8 @@ class WorkerCounters:
     """
 
     def __init__(self) -> None:
-        self._limit = Judge(SloConfig())
-        self._by_priority: dict[Priority, Judge] = {}
+        self._limit = SloCounters(SloConfig())
+        self._by_priority: dict[Priority, SloCounters] = {}
         self._looser: frozenset[Priority] = frozenset()
         self.arrived = self.arrived_tokens = self.refused = self.ended = 0
         self.input_tokens = self.cached_tokens = self.output_tokens = 0
@@ -62,7 +62,7 @@ class WorkerCounters:
         strictest_s = control.strictest_slo.ttft_p95_s
         own = Priority if control.slo_by_priority or self._by_priority else ()
         for priority in own:
-            self._by_priority.setdefault(priority, Judge(control.slo)).set_slo(control.slo_of(priority))
+            self._by_priority.setdefault(priority, SloCounters(control.slo)).set_slo(control.slo_of(priority))
         self._looser = frozenset(each for each in own if control.slo_of(each).ttft_p95_s != strictest_s)
 
     def arrive(self, prompt_tokens: int) -> None:

@@ -44,7 +44,7 @@ class PriorityShares(msgspec.Struct, frozen=True, kw_only=True):
     met: Shares
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
+class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one model as seen by all gateways; the oldest report in it is ``age_s`` old.
 
     ``arrivals`` (requests per second) include the ``refused``. ``oldest_s`` is the age of the oldest of the
@@ -100,5 +100,5 @@ class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):
 class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """The signals of one model; ``demand`` is ``None`` before the first report of a gateway."""
 
-    demand: Demand | None = None
+    demand: ModelDemand | None = None
     replicas: tuple[ReplicaSample, ...] = ()

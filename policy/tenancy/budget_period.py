@@ -16,29 +16,29 @@ _DAY_S = 86_400
 _MONDAY_S = 4 * _DAY_S
 
 
-class Period(NamedTuple):
+class BudgetPeriod(NamedTuple):
     """From ``begin`` to before ``end``, in Unix seconds."""
 
     begin: float
     end: float
 
 
-FOREVER = Period(0.0, inf)
+FOREVER = BudgetPeriod(0.0, inf)
 
 
-def period_of(duration: str | None, now: float) -> Period:
+def period_of(duration: str | None, now: float) -> BudgetPeriod:
     """The period of ``duration`` that holds the instant ``now`` (Unix seconds); raises ``ValueError``."""
     if duration is None:
         return FOREVER
     length, months = parse_period(duration)
     if months:
         month = _month_of(int(now // _DAY_S)) // months * months
-        return Period(_first_day(month) * float(_DAY_S), _first_day(month + months) * float(_DAY_S))
+        return BudgetPeriod(_first_day(month) * float(_DAY_S), _first_day(month + months) * float(_DAY_S))
     if not length:
         raise ValueError(f"{duration!r} is no period: expected {PERIOD}")
     origin = _MONDAY_S if length % (7 * _DAY_S) == 0 else 0
     begin = (now - origin) // length * length + origin
-    return Period(begin, begin + length)
+    return BudgetPeriod(begin, begin + length)
 
 
 def _month_of(day: int) -> int:

@@ -19,7 +19,7 @@ LEAST_CHANGE = 0.02
 LEAST_SHARE = 0.05
 
 
-class Holder(NamedTuple):
+class LimitLeaseHolder(NamedTuple):
     """A host with a lease that has not ended: its share, and the requests a second that it was asked for."""
 
     share: float
@@ -33,7 +33,7 @@ def decayed(demand: float, asked: int, elapsed_s: float) -> float:
     return mean if mean >= LEAST_DEMAND else 0.0
 
 
-def next_share(mine: Holder, others: Sequence[Holder]) -> float:
+def next_share(mine: LimitLeaseHolder, others: Sequence[LimitLeaseHolder]) -> float:
     """The share of the limit that a host holds from now on."""
     free = max(0.0, 1.0 - mine.share - sum(other.share for other in others))
     wanting = [other for other in others if other.demand > 0.0]

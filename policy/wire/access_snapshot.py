@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from policy.config.tenancy import Access, Tenant
-from policy.wire.accounting_api import Role
+from policy.config.tenancy import AccessPolicy, Tenant
+from policy.wire.accounting_api import AdminRole
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
@@ -39,7 +39,7 @@ class KeyRow(msgspec.Struct, frozen=True, kw_only=True, tag="key"):
     sha256: str
     tenant: str
     alias: str = ""
-    access: Access = Access()
+    access: AccessPolicy = AccessPolicy()
     expires: float | None = None
 
 
@@ -49,7 +49,7 @@ class AdminKeyRow(msgspec.Struct, frozen=True, kw_only=True, tag="admin_key"):
     id: str
     sha256: str
     name: str
-    role: Role
+    role: AdminRole
     expires: float | None = None
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from policy.config.control import Section
-from policy.config.tenancy import Access, Tenant
+from policy.config.tenancy import AccessPolicy, Tenant
 from policy.types import Priority
 
 View = TypeVar("View")
@@ -31,27 +31,27 @@ ACTOR_HEADER: Final = "x-tidegate-actor"
 ROLE_HEADER: Final = "x-tidegate-role"
 
 
-class Role(StrEnum):
+class AdminRole(StrEnum):
     """What an admin key may do: read, also operate the fleet, also change tenants and keys."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"
     ADMIN = "admin"
 
-    def allows(self, needed: Role) -> bool:
+    def allows(self, needed: AdminRole) -> bool:
         """Whether this role includes ``needed``."""
-        order = list(Role)
+        order = list(AdminRole)
         return order.index(self) >= order.index(needed)
 
 
-class Actor(msgspec.Struct, frozen=True):
+class AuditActor(msgspec.Struct, frozen=True):
     """Who makes a change, and in which role."""
 
     name: str
-    role: Role
+    role: AdminRole
 
 
-class TenantView(Access, frozen=True, kw_only=True):
+class TenantView(AccessPolicy, frozen=True, kw_only=True):
     """A tenant with its limits. ``declared``: by the deployment file; ``keys``: how many are valid."""
 
     name: str
@@ -64,7 +64,7 @@ class TenantView(Access, frozen=True, kw_only=True):
     admin: bool = False
 
 
-class KeyView(Access, frozen=True, kw_only=True):
+class KeyView(AccessPolicy, frozen=True, kw_only=True):
     """A key without itself: ``state`` is ``valid``, ``expired``, ``revoked`` or ``blocked`` (its tenant is).
 
     Of a declared key ``created`` is unknown, and its limits are those of its tenant alone.
@@ -80,7 +80,7 @@ class KeyView(Access, frozen=True, kw_only=True):
     revoked: float | None = None
 
 
-class CreateKey(Access, frozen=True, kw_only=True):
+class CreateKey(AccessPolicy, frozen=True, kw_only=True):
     """A key to make for ``tenant``, valid until ``expires`` or for ``duration`` (``30d``)."""
 
     tenant: str
@@ -106,14 +106,14 @@ class AdminKeyView(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     name: str
-    role: Role
+    role: AdminRole
     state: str
     created: float
     expires: float | None = None
     revoked: float | None = None
 
 
-class Created(msgspec.Struct, Generic[View], frozen=True, kw_only=True):
+class CreatedKey(msgspec.Struct, Generic[View], frozen=True, kw_only=True):
     """A new key: ``key`` is shown here and never again; ``view`` is the rest of it."""
 
     key: str
@@ -124,7 +124,7 @@ class CreateAdminKey(Section, frozen=True, kw_only=True):
     """An admin key to make, valid until ``expires`` or for ``duration``."""
 
     name: str
-    role: Role
+    role: AdminRole
     expires: float | None = None
     duration: str | None = None
 
@@ -156,16 +156,16 @@ class AuditQuery(msgspec.Struct, frozen=True, kw_only=True):
     before_number: int | None = None
 
 
-def actor_headers(actor: Actor) -> dict[str, str]:
+def actor_headers(actor: AuditActor) -> dict[str, str]:
     """The headers by which a caller of an internal API says for whom it acts."""
     return {ACTOR_HEADER: quote(actor.name), ROLE_HEADER: actor.role.value}
 
 
-def actor_in(headers: Mapping[str, str], unnamed: str) -> Actor:
+def actor_in(headers: Mapping[str, str], unnamed: str) -> AuditActor:
     """The actor that :func:`actor_headers` named; ``unnamed`` for a caller of this machine without one."""
     name = unquote(headers.get(ACTOR_HEADER, ""))
     role = headers.get(ROLE_HEADER, "")
-    return Actor(name or unnamed, Role(role) if role in list(Role) else Role.ADMIN)
+    return AuditActor(name or unnamed, AdminRole(role) if role in list(AdminRole) else AdminRole.ADMIN)
 
 
 def item_path(collection: str, name: str, change: str = "") -> str:

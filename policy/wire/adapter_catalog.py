@@ -18,7 +18,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 DIGITS = 12
 
 
-class Version(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogVersion(msgspec.Struct, frozen=True, kw_only=True):
     """An immutable version of an adapter.
 
     ``number`` counts from 1 (displayed as ``v1``), ``digest`` is the SHA-256 of its content in hex, ``size``
@@ -42,7 +42,7 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     name: str
     revision: int
-    versions: tuple[Version, ...]
+    versions: tuple[CatalogVersion, ...]
     split: tuple[tuple[int, float], ...]
     tenants: tuple[str, ...] = ()
     at: float = 0.0
@@ -53,10 +53,10 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
         total = sum(weight for _, weight in self.split) or 1.0
         return {number: weight / total for number, weight in self.split}
 
-    def version(self, number: int) -> Version | None:
+    def version(self, number: int) -> CatalogVersion | None:
         return next((version for version in self.versions if version.number == number), None)
 
-    def pick(self, key: int) -> Version:
+    def pick(self, key: int) -> CatalogVersion:
         """The version for the client with the 64-bit ``key``, by weighted rendezvous hashing."""
         kept = [(self.version(number), weight) for number, weight in self.split if weight > 0]
         found = [(version, weight) for version, weight in kept if version is not None]
@@ -64,15 +64,17 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
             return found[0][0]
         return max(found, key=lambda pair: rendezvous(key, int(pair[0].digest[:16], 16), pair[1]))[0]
 
-    def pinned(self, digest: str) -> Version | None:
+    def pinned(self, digest: str) -> CatalogVersion | None:
         """The version whose digest begins so, of at least :data:`DIGITS` digits."""
         if len(digest) < DIGITS:
             return None
         return next((version for version in self.versions if version.digest.startswith(digest)), None)
 
 
-class Catalog(msgspec.Struct, frozen=True, kw_only=True):
-    """All aliases at one instant; ``term``, ``epoch`` and ``version`` as in :class:`policy.types.Fleet`."""
+class CatalogSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All aliases at one instant; ``term``, ``epoch`` and ``version`` as in
+    :class:`policy.types.FleetSnapshot`.
+    """
 
     epoch: float
     version: int

@@ -101,7 +101,7 @@ def with_query(path: str, **parameters: str | float | None) -> str:
     return f"{path}?{urlencode(given)}" if given else path
 
 
-class AddRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AddAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An adapter to add, to ``model`` or else to the only model that takes adapters.
 
     ``tenants`` may see it; ``None`` leaves them as they are (a new adapter: everybody), an empty tuple is
@@ -124,7 +124,7 @@ class RollbackRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     to: str | None = None
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
     """An error: ``type`` is its class, ``code`` that of a :class:`policy.errors.AdapterRefused`."""
 
     type: str
@@ -132,7 +132,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
 
 
-class AddLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AddAdapterLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of the answer to an add: the ``step``, and ``done`` of ``total`` if that is known.
 
     The last line has the ``alias``, once it is durable, or an ``error``.
@@ -143,7 +143,7 @@ class AddLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     done: int = 0
     total: int | None = None
     alias: Alias | None = None
-    error: Problem | None = None
+    error: ErrorDetails | None = None
 
 
 class ErrorAnswer(NamedTuple):

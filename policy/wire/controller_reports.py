@@ -62,7 +62,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     adapter_tokens: dict[str, int] = {}
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WaitingRequests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many ``requests`` of a tenant wait in a gateway worker for a replica of ``model``."""
 
     model: str
@@ -78,7 +78,7 @@ class WorkerDetail(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     routes: tuple[dict[str, Any], ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitingRequests, ...] = ()
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):

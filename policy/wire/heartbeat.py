@@ -95,7 +95,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class GpuOrder(StrEnum):
+class GpuCommand(StrEnum):
     """What an engine of a shared GPU group does.
 
     ``SERVE``: wake or start, and serve. ``MEASURE``: the same, but measure the time of a wake-up before the
@@ -110,7 +110,7 @@ class GpuOrder(StrEnum):
     SLEEP = "sleep"
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
+class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's answer to a heartbeat.
 
     ``hold`` are the adapters planned for the replica, the most valuable first. ``gpus`` is for an engine of a
@@ -120,7 +120,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     hold: tuple[AdapterRef, ...] | None = None
-    gpus: GpuOrder | None = None
+    gpus: GpuCommand | None = None
     timeouts: Timeouts | None = None
     leave: str = ""
     term: int = 0

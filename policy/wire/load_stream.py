@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from policy.engine.performance_model import Timing
-from policy.types import Load, ReplicaPhase
+from policy.types import ReplicaLoad, ReplicaPhase
 
 # A trace by the engine's profiler: `POST`, with the seconds to record.
 PROFILE = "/internal/profile"
@@ -37,7 +37,7 @@ class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     state: ReplicaPhase
-    load: Load
+    load: ReplicaLoad
     adapters: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     timing: Timing | None = None

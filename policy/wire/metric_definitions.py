@@ -16,7 +16,7 @@ Samples = dict[str, list[tuple[tuple[str, ...], float]]]
 ENGINE_PREFIX: Final = "vllm:"
 
 
-class Kind(StrEnum):
+class MetricType(StrEnum):
     """The type of a metric, as in OpenMetrics."""
 
     COUNTER = "counter"
@@ -28,7 +28,7 @@ class Metric(NamedTuple):
     """One metric. ``when`` says since when or where it has samples, if it has none at first."""
 
     name: str
-    kind: Kind
+    kind: MetricType
     unit: str
     text: str
     labels: tuple[str, ...] = ()
@@ -37,10 +37,10 @@ class Metric(NamedTuple):
     @property
     def series(self) -> str:
         """The name of its samples; those of histograms have further suffixes."""
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+        return f"{self.name}_total" if self.kind is MetricType.COUNTER else self.name
 
 
-class Group(NamedTuple):
+class MetricGroup(NamedTuple):
     """Metrics on one topic, and where they are counted."""
 
     title: str
@@ -48,7 +48,7 @@ class Group(NamedTuple):
     metrics: tuple[Metric, ...]
 
 
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_C, _G, _H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
 _MODEL = ("model",)
 _REPLICA = ("model", "replica")
 _ADAPTER = ("model", "adapter")
@@ -301,16 +301,16 @@ PROCESSES = (
 )  # fmt: skip
 
 GROUPS: Final = (
-    Group("Requests", WORKERS, REQUESTS),
-    Group("Latency", WORKERS, LATENCY),
-    Group("Tokens", WORKERS, TOKENS),
-    Group("Queue", WORKERS, QUEUE),
-    Group("Tenants", WORKERS, TENANTS),
-    Group("Adapters in the gateway", WORKERS, GATEWAY_ADAPTERS),
-    Group("OpenTelemetry GenAI", WORKERS, GEN_AI),
-    Group("Control", _CONTROLLER, CONTROL),
-    Group("Replicas", _CONTROLLER, REPLICAS),
-    Group("Adapters on replicas", _CONTROLLER, ADAPTERS),
-    Group("Processes and scrapes", "Gateway workers and the controller.", PROCESSES),
+    MetricGroup("Requests", WORKERS, REQUESTS),
+    MetricGroup("Latency", WORKERS, LATENCY),
+    MetricGroup("Tokens", WORKERS, TOKENS),
+    MetricGroup("Queue", WORKERS, QUEUE),
+    MetricGroup("Tenants", WORKERS, TENANTS),
+    MetricGroup("Adapters in the gateway", WORKERS, GATEWAY_ADAPTERS),
+    MetricGroup("OpenTelemetry GenAI", WORKERS, GEN_AI),
+    MetricGroup("Control", _CONTROLLER, CONTROL),
+    MetricGroup("Replicas", _CONTROLLER, REPLICAS),
+    MetricGroup("Adapters on replicas", _CONTROLLER, ADAPTERS),
+    MetricGroup("Processes and scrapes", "Gateway workers and the controller.", PROCESSES),
 )
 METRICS: Final = {metric.name: metric for group in GROUPS for metric in group.metrics}

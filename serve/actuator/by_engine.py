@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from policy.config.deployment import ModelSpec
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EngineKind
-from serve.actuator.interface import Actuator, Held, Node
-from serve.host.weight_verification import Weights
+from serve.actuator.interface import Actuator, ActuatorLayer, NodeResources
+from serve.host.weight_verification import ResolvedWeights
 
 
 class ActuatorByEngine:
@@ -20,16 +20,16 @@ class ActuatorByEngine:
         self._workloads = workloads
         self._external: frozenset[LayerKey] = frozenset()
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         external = await self._workloads.layers()
         self._external = frozenset(external)
         return {**await self._own.layers(), **external}
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return await self._own.nodes()
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         if model.engine is EngineKind.EXTERNAL:
             self._external |= {key}

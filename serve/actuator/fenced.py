@@ -17,8 +17,8 @@ from typing import Protocol
 from policy.config.deployment import ModelSpec
 from policy.errors import NotLeader
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator.interface import Actuator, Held, Node
-from serve.host.weight_verification import Weights
+from serve.actuator.interface import Actuator, ActuatorLayer, NodeResources
+from serve.host.weight_verification import ResolvedWeights
 from store.state_dir import own_directory
 
 log = logging.getLogger("tidegate.controller")
@@ -67,15 +67,15 @@ class FencedActuator:
         async with passed(self._fence, self._term):
             yield
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         async with self._order():
             return await self._inner.layers()
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return await self._inner.nodes()
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         async with self._order():
             await self._inner.deploy(key, model, weights, digest, count)

@@ -17,7 +17,7 @@ from serve.nvml import NvmlMissing, load_nvml
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
+class GpuGrant(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs of one host by index or UUID, and the part of each that it has."""
 
     cards: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ def cards_of_machine(cluster: Cluster, environment: Mapping[str, str]) -> tuple[
     return ()
 
 
-def choose(gpus: float, cards: Sequence[str], held: Iterable[Grant]) -> Grant | None:
+def choose(gpus: float, cards: Sequence[str], held: Iterable[GpuGrant]) -> GpuGrant | None:
     """GPUs for a host that needs ``gpus`` of the ``cards``, of which others have ``held``; ``None`` to wait.
 
     A fraction goes to the fullest GPU with room, so that others stay whole. Several GPUs are neighbours at a
@@ -50,10 +50,10 @@ def choose(gpus: float, cards: Sequence[str], held: Iterable[Grant]) -> Grant | 
             used[card] = used.get(card, 0.0) + grant.share
     if gpus < 1:
         room = [card for card in cards if used[card] + gpus <= 1 + ROUNDING]
-        return Grant(cards=(max(room, key=lambda card: used[card]),), share=gpus) if room else None
+        return GpuGrant(cards=(max(room, key=lambda card: used[card]),), share=gpus) if room else None
     count = int(gpus)
     blocks = (cards[at : at + count] for at in range(0, len(cards) - count + 1, count))
     free = [card for card in cards if not used[card]]
     aligned = (block for block in blocks if not any(used[card] for card in block))
     chosen = tuple(next(aligned, free[:count]))
-    return Grant(cards=chosen) if len(chosen) == count else None
+    return GpuGrant(cards=chosen) if len(chosen) == count else None

@@ -14,13 +14,13 @@ from policy.scaling.reconcile_steps import LayerKey
 from policy.stats.backoff import Backoff
 from serve.host.replica_host import HostSpec
 from serve.host.version_check import installed
-from serve.host.weight_verification import Weights
+from serve.host.weight_verification import ResolvedWeights
 from store.state_dir import StateDir
 
 ASK = Backoff(0.2, 2.0)
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class NodeResources(msgspec.Struct, frozen=True, kw_only=True):
     """All resources of one node by Ray's names; of each that is not named it has ``others``."""
 
     resources: Mapping[str, float]
@@ -31,7 +31,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         return self.resources.get(name, self.others)
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class ActuatorLayer(msgspec.Struct, frozen=True, kw_only=True):
     """A layer as the actuator holds it: its desired count, and in ``trouble`` why starts fail.
 
     ``waits`` says which resources its replicas wait for, of which ``unplaced`` have none yet. ``retry_at`` is
@@ -49,7 +49,12 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_spec(  # noqa: PLR0917
-    key: LayerKey, model: ModelSpec, weights: Weights | None, state: StateDir, controller: str, loopback: bool
+    key: LayerKey,
+    model: ModelSpec,
+    weights: ResolvedWeights | None,
+    state: StateDir,
+    controller: str,
+    loopback: bool,
 ) -> HostSpec:
     """The specification of a host of layer ``key``."""
     return HostSpec(
@@ -71,15 +76,15 @@ def deployment_id(state: StateDir) -> str:
     return hashlib.sha256(f"deployment {state.secret()}".encode()).hexdigest()[:8]
 
 
-class LastAnswer:
+class LayerCache:
     """The layers as a cluster answered last: asked after each change of ours, else ever less often.
 
     Unchanged, it is asked every :data:`ASK` seconds.
     """
 
-    def __init__(self, asked: Callable[[], Awaitable[Mapping[LayerKey, Held]]]) -> None:
+    def __init__(self, asked: Callable[[], Awaitable[Mapping[LayerKey, ActuatorLayer]]]) -> None:
         self._asked = asked
-        self.value: Mapping[LayerKey, Held] | None = None
+        self.value: Mapping[LayerKey, ActuatorLayer] | None = None
         self._same = 0
         self._ask_at = 0.0
 
@@ -87,7 +92,7 @@ class LastAnswer:
         """Ask at the next occasion."""
         self._same, self._ask_at = 0, 0.0
 
-    async def get(self) -> Mapping[LayerKey, Held]:
+    async def get(self) -> Mapping[LayerKey, ActuatorLayer]:
         """The last answer, or a new one if it is due."""
         now = asyncio.get_running_loop().time()
         if self.value is None or now >= self._ask_at:
@@ -97,7 +102,7 @@ class LastAnswer:
         assert self.value is not None
         return self.value
 
-    async def ask(self) -> Mapping[LayerKey, Held]:
+    async def ask(self) -> Mapping[LayerKey, ActuatorLayer]:
         """A new answer."""
         self.value = await self._asked()
         return self.value
@@ -112,14 +117,14 @@ class Actuator(Protocol):
 
     name: str
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         """The layers that exist, also those of a predecessor of this process."""
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         """The nodes that replicas may be placed on; none if that is not known."""
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         """Create the layer with ``count`` >= 1 replicas; an existing one is not changed.
 

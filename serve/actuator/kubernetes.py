@@ -20,12 +20,18 @@ from policy.config.external_servers import KubernetesService
 from policy.errors import ActuatorFailed
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
-from policy.wire.heartbeat import Heartbeat, Orders
-from serve.actuator.interface import ASK, Held, LastAnswer, Node, deployment_id
+from policy.wire.heartbeat import Heartbeat, HeartbeatResponse
+from serve.actuator.interface import ASK, ActuatorLayer, LayerCache, NodeResources, deployment_id
 from serve.actuator.pod_replicas import METRICS_TIMEOUT_S, LayerPods
-from serve.actuator.workload_objects import ANNOTATION, LABEL, Mark, Workload, Workloads
-from serve.host.weight_verification import Weights
-from store.kubernetes.api_server import Metadata
+from serve.actuator.workload_objects import (
+    ANNOTATION,
+    LABEL,
+    KubernetesWorkload,
+    WorkloadAnnotation,
+    WorkloadClient,
+)
+from serve.host.weight_verification import ResolvedWeights
+from store.kubernetes.api_server import ObjectMetadata
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -36,8 +42,8 @@ REPORT_S = 0.5
 class _Found(NamedTuple):
     """A layer's workload, what its annotation says (``None`` before it has one), and its replicas."""
 
-    workload: Workload
-    mark: Mark | None
+    workload: KubernetesWorkload
+    mark: WorkloadAnnotation | None
     digest: str
     wanted: int
 
@@ -53,23 +59,23 @@ class KubernetesActuator:
     name = "kubernetes"
 
     def __init__(self, state: StateDir, models: Iterable[ModelSpec] = (), term: int = 0) -> None:
-        self._api = Workloads(deployment_id(state), term)
+        self._api = WorkloadClient(deployment_id(state), term)
         self._term_begun = False
         self._models = {spec.name: spec for spec in models if _service(spec) is not None and spec.is_scaled}
         self._services: dict[str, KubernetesService] = {}
         # A workload of each kind in each place, by the API server and the path of all of them.
-        self._known: dict[tuple[str, str], Workload] = {}
+        self._known: dict[tuple[str, str], KubernetesWorkload] = {}
         for spec in self._models.values():
             self._note(spec)
         self._found: dict[LayerKey, _Found] = {}
         self._pods: dict[LayerKey, LayerPods] = {}
         self._ordered: set[str] = set()
-        self._last = LastAnswer(self._ask)
+        self._last = LayerCache(self._ask)
         # Failed questions in a row, and when the next one is due.
         self._failures, self._retry_at = 0, 0.0
         self._warned: set[str] = set()
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         """The layers as of the last answer: they stay while the API server does not answer.
 
         Raises :class:`policy.errors.ActuatorFailed` before the first one.
@@ -89,26 +95,26 @@ class KubernetesActuator:
                     log.warning("%s", error)
         return {key: self._with_waits(key, each) for key, each in held.items()}
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return ()
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         self._note(model)
         if key in await self._last.ask():
             return
         service = _service(model)
         assert service is not None  # the parser asks for it
-        workload = Workload.of(service, model.shapes[key.shape].workload)
-        mark = Mark(model=key.model, shape=key.shape, generation=key.generation, digest=digest)
+        workload = KubernetesWorkload.of(service, model.shapes[key.shape].workload)
+        mark = WorkloadAnnotation(model=key.model, shape=key.shape, generation=key.generation, digest=digest)
         await self._write(workload, mark, count)
 
     async def scale(self, key: LayerKey, count: int) -> None:
         found = self._found.get(key) or (await self._asked()).get(key)
         if found is None:
             raise ActuatorFailed(f"there is no layer {key} to scale")
-        mark = found.mark or Mark(
+        mark = found.mark or WorkloadAnnotation(
             model=key.model, shape=key.shape, generation=key.generation, digest=found.digest
         )
         await self._write(found.workload, mark, count)
@@ -132,7 +138,9 @@ class KubernetesActuator:
             await pods.close()
         self._pods.clear()
 
-    async def report(self, take: Callable[[Heartbeat], Orders | None], *, every_s: float = REPORT_S) -> None:
+    async def report(
+        self, take: Callable[[Heartbeat], HeartbeatResponse | None], *, every_s: float = REPORT_S
+    ) -> None:
         """Send heartbeats of all pods to ``take``, until cancelled; a pod that must leave is deleted."""
         # Pods get none of Tidegate's secrets.
         async with httpx.AsyncClient(timeout=METRICS_TIMEOUT_S, trust_env=False) as client:
@@ -154,14 +162,14 @@ class KubernetesActuator:
         if (service := _service(spec)) is not None:
             self._services[spec.name] = service
             for shape in used_shapes(spec).values():
-                workload = Workload.of(service, shape.workload)
+                workload = KubernetesWorkload.of(service, shape.workload)
                 self._known[service.api, workload.collection] = workload
 
     async def _asked(self) -> dict[LayerKey, _Found]:
         await self._last.ask()
         return self._found
 
-    async def _ask(self) -> Mapping[LayerKey, Held]:
+    async def _ask(self) -> Mapping[LayerKey, ActuatorLayer]:
         found = await self._find()
         if not self._term_begun:
             # What an order of the leader before has changed is found after this.
@@ -174,7 +182,7 @@ class KubernetesActuator:
             if (pods := await self._follow(key, found[key].workload)) is not None:
                 self._pods[key] = pods
         self._found = found
-        return {key: Held(wanted=each.wanted, digest=each.digest) for key, each in found.items()}
+        return {key: ActuatorLayer(wanted=each.wanted, digest=each.digest) for key, each in found.items()}
 
     async def _find(self) -> dict[LayerKey, _Found]:
         found: dict[LayerKey, _Found] = {}
@@ -192,10 +200,10 @@ class KubernetesActuator:
                 found[key] = _Found(workload, None, made_of, running.spec.replicas)
         return found
 
-    def _mark_of(self, workload: Workload, metadata: Metadata) -> Mark | None:
+    def _mark_of(self, workload: KubernetesWorkload, metadata: ObjectMetadata) -> WorkloadAnnotation | None:
         """What the annotation of a labelled workload says; ``None`` if somebody broke it."""
         try:
-            return msgspec.json.decode(metadata.annotations.get(ANNOTATION, ""), type=Mark)
+            return msgspec.json.decode(metadata.annotations.get(ANNOTATION, ""), type=WorkloadAnnotation)
         except msgspec.MsgspecError as error:
             self._warn(
                 f"{workload} has the label {LABEL}, but its annotation {ANNOTATION} is broken: {error}"
@@ -208,13 +216,15 @@ class KubernetesActuator:
             self._warned.add(message)
             log.warning("%s", message)
 
-    def _declared(self) -> Iterator[Workload]:
+    def _declared(self) -> Iterator[KubernetesWorkload]:
         for spec in self._models.values():
             if (service := _service(spec)) is not None:
                 for shape in used_shapes(spec).values():
-                    yield Workload.of(service, shape.workload)
+                    yield KubernetesWorkload.of(service, shape.workload)
 
-    def _unmarked(self, found: Mapping[LayerKey, _Found]) -> Iterator[tuple[LayerKey, Workload, str]]:
+    def _unmarked(
+        self, found: Mapping[LayerKey, _Found]
+    ) -> Iterator[tuple[LayerKey, KubernetesWorkload, str]]:
         """The workloads of the first models of which no layer was found, and the layers they would be."""
         known = {key.model for key in found}
         for spec in self._models.values():
@@ -223,11 +233,11 @@ class KubernetesActuator:
                 for name, shape in used_shapes(spec).items():
                     yield (
                         LayerKey(spec.name, name, 1),
-                        Workload.of(service, shape.workload),
+                        KubernetesWorkload.of(service, shape.workload),
                         digest(spec, name),
                     )
 
-    async def _follow(self, key: LayerKey, workload: Workload) -> LayerPods | None:
+    async def _follow(self, key: LayerKey, workload: KubernetesWorkload) -> LayerPods | None:
         """The pods of a layer; ``None`` while the workload's controller has not said which they are."""
         selector = await self._api.selector(workload)
         if not selector:
@@ -242,12 +252,12 @@ class KubernetesActuator:
             failed=lambda error: log.warning("the pods of %s cannot be followed: %r", key, error),
         )
 
-    def _with_waits(self, key: LayerKey, held: Held) -> Held:
+    def _with_waits(self, key: LayerKey, held: ActuatorLayer) -> ActuatorLayer:
         pods = self._pods[key].pods if key in self._pods else []
         waits = [pod.unplaced for pod in pods if pod.unplaced]
         return msgspec.structs.replace(held, waits=waits[0] if waits else "", unplaced=len(waits))
 
-    async def _write(self, workload: Workload, mark: Mark, count: int) -> None:
+    async def _write(self, workload: KubernetesWorkload, mark: WorkloadAnnotation, count: int) -> None:
         autoscaled = workload.service.scaled_by == "autoscaler"
         mark = msgspec.structs.replace(mark, replicas=count if autoscaled else None)
         await self._api.write(workload, mark, None if autoscaled else count)

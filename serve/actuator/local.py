@@ -21,12 +21,12 @@ from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
-from serve.actuator.gpu_cards import Grant, choose
-from serve.actuator.interface import Held, Node, host_spec, same_host
+from serve.actuator.gpu_cards import GpuGrant, choose
+from serve.actuator.interface import ActuatorLayer, NodeResources, host_spec, same_host
 from serve.actuator.placement_feasibility import machine
 from serve.actuator.serve_application_status import required_resources
-from serve.host.gpu_group_host import Assignment
-from serve.host.weight_verification import Weights
+from serve.host.gpu_group_host import HostProcessSpec
+from serve.host.weight_verification import ResolvedWeights
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate
 from store.state_dir import StateDir
@@ -38,25 +38,25 @@ NOTICED_S = 10.0
 BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 
-class Process(msgspec.Struct, frozen=True, kw_only=True):
+class HostProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A host process and its ``gpus``; ``created`` distinguishes it from a later one with the same id."""
 
     pid: int
     created: float
     replica: str
     leaving: bool = False
-    gpus: Grant = Grant()
+    gpus: GpuGrant = GpuGrant()
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A layer and its host processes, oldest first; a ``deleted`` one is removed with its last process."""
 
     key: LayerKey
     digest: str
     model: ModelSpec
-    weights: Weights | None
+    weights: ResolvedWeights | None
     wanted: int
-    processes: tuple[Process, ...] = ()
+    processes: tuple[HostProcess, ...] = ()
     failures: int = 0
     retry_at: float = 0.0
     deleted: bool = False
@@ -84,19 +84,19 @@ class LocalActuator:
         self._wall = wall
         self._path = state.hosts_path
         self._log = RotatingLog(state.logs / "hosts.log")
-        self._records: dict[LayerKey, Record] = {
-            record.key: record for record in state.load(self._path, list[Record]) or []
+        self._records: dict[LayerKey, LayerRecord] = {
+            record.key: record for record in state.load(self._path, list[LayerRecord]) or []
         }
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lock = asyncio.Lock()
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         async with self._lock:
             for key in tuple(self._records):
                 await self._reconcile(key)
             records = dict(self._records)
         return {
-            key: Held(
+            key: ActuatorLayer(
                 wanted=record.wanted,
                 digest=record.digest,
                 trouble=f"{record.failures} hosts in a row failed" if record.failures >= MAX_FAILURES else "",
@@ -108,18 +108,18 @@ class LocalActuator:
             if not record.deleted
         }
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return machine(self._cards)
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         async with self._lock:
             record = self._records.get(key)
             if record is None or record.deleted:
                 leaving = record.processes if record else ()
                 self._put(
-                    Record(
+                    LayerRecord(
                         key=key, digest=digest, model=model, weights=weights, wanted=count, processes=leaving
                     )
                 )
@@ -206,22 +206,22 @@ class LocalActuator:
         kept = tuple(msgspec.structs.replace(p, leaving=p.leaving or p in removed) for p in record.processes)
         self._put(msgspec.structs.replace(record, processes=kept))
 
-    def _granted(self, record: Record) -> Grant | None:
+    def _granted(self, record: LayerRecord) -> GpuGrant | None:
         """GPUs for another host of the layer; ``None`` while too few are free."""
         needed = self._needed(record)
         held = (process.gpus for each in self._records.values() for process in each.processes)
-        return choose(needed, self._cards, held) if needed else Grant()
+        return choose(needed, self._cards, held) if needed else GpuGrant()
 
-    def _needed(self, record: Record) -> float:
+    def _needed(self, record: LayerRecord) -> float:
         shape = record.model.shapes[record.key.shape]
         return float(required_resources(record.model, shape, self._cluster)["num_gpus"])
 
-    def _unplaced(self, record: Record) -> int:
+    def _unplaced(self, record: LayerRecord) -> int:
         """How many hosts of the layer wait for GPUs."""
         missing = record.wanted - sum(not process.leaving for process in record.processes)
         return missing if missing > 0 and self._granted(record) is None else 0
 
-    def _waits(self, record: Record) -> str:
+    def _waits(self, record: LayerRecord) -> str:
         if not (missing := self._unplaced(record)):
             return ""
         of = (
@@ -233,7 +233,7 @@ class LocalActuator:
             f"{missing} of {record.key.shape} wait: {self._needed(record):g} GPUs each are not free of {of}"
         )
 
-    async def _start(self, record: Record, gpus: Grant) -> Record:
+    async def _start(self, record: LayerRecord, gpus: GpuGrant) -> LayerRecord:
         key = record.key
         replica = f"{key.model.replace('/', '.')}-{key.shape}-g{key.generation}-{secrets.token_hex(3)}"
         spec = host_spec(
@@ -247,15 +247,15 @@ class LocalActuator:
         # A process that ended at once has no start time; the next call counts it as failed.
         created = started_at(child.pid) or 0.0
         self._children[child.pid] = child
-        process = Process(pid=child.pid, created=created, replica=replica, gpus=gpus)
+        process = HostProcess(pid=child.pid, created=created, replica=replica, gpus=gpus)
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
         self._put(record)
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(Assignment(spec=spec, replica=replica)) + b"\n")
+        child.stdin.write(msgspec.json.encode(HostProcessSpec(spec=spec, replica=replica)) + b"\n")
         child.stdin.close()
         return record
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: LayerRecord) -> None:
         if self._records.get(record.key) != record:
             self._records[record.key] = record
             self._save()
@@ -264,7 +264,7 @@ class LocalActuator:
         self._state.save(self._path, list(self._records.values()))
 
 
-def _visible(gpus: Grant) -> dict[str, str]:
+def _visible(gpus: GpuGrant) -> dict[str, str]:
     """The environment variables that show a host its GPUs."""
     if not gpus.cards:
         return {}

@@ -10,11 +10,11 @@ from policy.config.deployment import Deployment
 from policy.config.engine_revision import used_shapes
 from policy.errors import ConfigError
 from policy.types import EngineKind
-from serve.actuator.interface import Node
+from serve.actuator.interface import NodeResources
 from serve.actuator.serve_application_status import required_resources
 
 
-def check_placeable(deployment: Deployment, nodes: Sequence[Node]) -> None:
+def check_placeable(deployment: Deployment, nodes: Sequence[NodeResources]) -> None:
     """Raise :class:`policy.errors.ConfigError` for a shape in use that fits on none of the ``nodes``."""
     for i, spec in enumerate(deployment.models):
         if spec.engine is EngineKind.EXTERNAL or not nodes:
@@ -45,20 +45,20 @@ def _by_resource(options: Mapping[str, Any]) -> dict[str, float]:
     return {**needed, **options.get("resources", {})}
 
 
-def _listed(nodes: Sequence[Node], needed: Mapping[str, float]) -> str:
+def _listed(nodes: Sequence[NodeResources], needed: Mapping[str, float]) -> str:
     return "; ".join(", ".join(f"{key} {node.has(key):g}" for key in needed) for node in nodes)
 
 
-def machine(cards: Sequence[str]) -> tuple[Node, ...]:
+def machine(cards: Sequence[str]) -> tuple[NodeResources, ...]:
     """The only node without Ray, by its GPUs: all else is not counted. None if no GPU was found."""
-    return (Node(resources={"GPU": float(len(cards))}, others=math.inf),) if cards else ()
+    return (NodeResources(resources={"GPU": float(len(cards))}, others=math.inf),) if cards else ()
 
 
-def node_sizes() -> tuple[Node, ...]:
+def node_sizes() -> tuple[NodeResources, ...]:
     """The nodes of the cluster that this process has joined; none if an autoscaler may add others. Blocks."""
     import ray  # noqa: PLC0415  # only what has joined a cluster may load Ray
     from ray._private.state import state as cluster_state  # noqa: PLC0415
 
     if cluster_state.get_max_resources_from_cluster_config() is not None:
         return ()
-    return tuple(Node(resources=node["Resources"]) for node in ray.nodes() if node["Alive"])
+    return tuple(NodeResources(resources=node["Resources"]) for node in ray.nodes() if node["Alive"])

@@ -12,9 +12,9 @@ import msgspec
 
 from policy.config.external_servers import KubernetesService
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.vllm_metrics import VllmMetrics
-from store.kubernetes.api_server import Metadata, ObjectWatch
+from store.kubernetes.api_server import ObjectMetadata, ObjectWatch
 from store.kubernetes.engine_pod_labels import adapters_of, replica_id
 
 METRICS_TIMEOUT_S = 2.0
@@ -72,7 +72,7 @@ class _PodStatus(msgspec.Struct, rename="camel"):
 class Pod(msgspec.Struct):
     """What is read of a pod (core v1)."""
 
-    metadata: Metadata
+    metadata: ObjectMetadata
     spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
     status: _PodStatus = msgspec.field(default_factory=_PodStatus)
 
@@ -116,7 +116,7 @@ class LayerPods:
         query = {"labelSelector": selector}
         self._watch = ObjectWatch(service.api, path, query, Pod, on_change=changed, failed=failed)
         self._watch.start()
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, ReplicaLoad] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._reported: dict[str, Replica] = {}
 
@@ -177,7 +177,7 @@ class LayerPods:
             shape=self.key.shape,
             generation=self.key.generation,
             state=phase,
-            load=self._loads.get(pod.id) or Load(at=time.time()),
+            load=self._loads.get(pod.id) or ReplicaLoad(at=time.time()),
             node=pod.spec.node_name,
             adapters=adapters_of(pod.metadata),
             incarnation=failures,
@@ -193,7 +193,7 @@ class LayerPods:
         while port is not None and host:
             found = await _read(client, f"http://{host}:{port}/metrics")
             running, waiting = int(found.get(_RUNNING, 0)), int(found.get(_WAITING, 0))
-            self._loads[pod.id] = Load(
+            self._loads[pod.id] = ReplicaLoad(
                 in_flight=running + waiting,
                 running=running,
                 waiting=waiting,

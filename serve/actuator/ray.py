@@ -22,7 +22,14 @@ from policy.config.deployment import Cluster, ModelSpec
 from policy.config.port_conflicts import is_loopback
 from policy.errors import ActuatorFailed
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator.interface import Held, LastAnswer, Node, deployment_id, host_spec, same_host
+from serve.actuator.interface import (
+    ActuatorLayer,
+    LayerCache,
+    NodeResources,
+    deployment_id,
+    host_spec,
+    same_host,
+)
 from serve.actuator.placement_feasibility import node_sizes
 from serve.actuator.serve_application_status import (
     DEPLOYMENT,
@@ -31,7 +38,7 @@ from serve.actuator.serve_application_status import (
     required_resources,
 )
 from serve.host.ray_replica import RayHost
-from serve.host.weight_verification import Weights
+from serve.host.weight_verification import ResolvedWeights
 from store.state_dir import StateDir
 
 # Of Serve's replica actors: ``ray.serve._private.constants``, Ray 2.60.
@@ -61,7 +68,7 @@ class RayActuator:
         # By application: the counts of deployed layers that Serve does not list in full yet.
         self._deploying: dict[str, int] = {}
         # Serve's API takes 20 ms of its controller and its dashboard.
-        self._last = LastAnswer(self._ask)
+        self._last = LayerCache(self._ask)
         self._http = httpx.AsyncClient(
             base_url=f"http://{dashboard}",
             headers={"authorization": f"Bearer {token}"},
@@ -69,11 +76,11 @@ class RayActuator:
             trust_env=False,
         )
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         """As Serve reported last. What else happens to a layer, such as failed starts, is known later."""
         return await self._last.get()
 
-    async def _ask(self) -> Mapping[LayerKey, Held]:
+    async def _ask(self) -> Mapping[LayerKey, ActuatorLayer]:
         answer = await self._call("GET", "/api/serve/applications/")
         for name, application in answer["applications"].items():
             if application["deployments"]:
@@ -84,11 +91,11 @@ class RayActuator:
             held[key] = layer
         return held
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return await asyncio.to_thread(node_sizes)
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         if key in await self._last.ask():
             return

@@ -22,10 +22,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed, NotLeader, TidegateError
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator.interface import Held, Node, deployment_id
+from serve.actuator.interface import ActuatorLayer, NodeResources, deployment_id
 from serve.actuator.ray import RayActuator
 from serve.actuator.serve_application_status import SERVE_ENVIRONMENT
-from serve.host.weight_verification import Weights
+from serve.host.weight_verification import ResolvedWeights
 from store.state_dir import StateDir
 
 NAMESPACE = "tidegate"
@@ -120,14 +120,14 @@ class RayOrders:
         except (RayError, TimeoutError) as error:
             raise ActuatorFailed(f"Ray does not carry out {call!r}: {error!r}") from error
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         return dict(await self._order("layers"))
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return tuple(await self._order("nodes"))
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         await self._order("deploy", key, model, weights, digest, count)
 

@@ -13,7 +13,7 @@ from policy.config.deployment import Cluster, ModelSpec, Shape
 from policy.config.shared_gpus import gpu_group_of
 from policy.scaling.reconcile_steps import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
-from serve.actuator.interface import Held
+from serve.actuator.interface import ActuatorLayer
 
 # The only deployment of an application.
 DEPLOYMENT = "replica"
@@ -46,7 +46,7 @@ def application_name(deployment: str, key: LayerKey, digest: str) -> str:
 
 def held_layers(
     answer: Mapping[str, Any], deployment_id: str, deploying: Mapping[str, int]
-) -> Iterator[tuple[LayerKey, str, Held]]:
+) -> Iterator[tuple[LayerKey, str, ActuatorLayer]]:
     """The layers of a deployment with their application names, of an answer of ``/api/serve/applications/``.
 
     Serve lists an application before its deployment: until then its count is that of ``deploying``, by name.
@@ -67,7 +67,7 @@ def held_layers(
         yield (
             key,
             name,
-            Held(
+            ActuatorLayer(
                 wanted=deployment["target_num_replicas"],
                 digest=match["digest"],
                 trouble=deployment["message"] if application["status"] in _BROKEN else "",

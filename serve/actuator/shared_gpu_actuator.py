@@ -16,12 +16,12 @@ from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest as digest_of
 from policy.config.shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.awake_engines import GroupEngine, chosen_engines, is_prepared, orders
+from policy.scaling.awake_engines import GroupEngine, chosen_engines, gpu_commands, is_prepared
 from policy.scaling.reconcile_steps import MAX_FAILURES, LayerKey
 from policy.types import Replica, ReplicaPhase
-from policy.wire.heartbeat import GpuOrder
-from serve.actuator.interface import Actuator, Held, Node
-from serve.host.weight_verification import Weights
+from policy.wire.heartbeat import GpuCommand
+from serve.actuator.interface import Actuator, ActuatorLayer, NodeResources
+from serve.host.weight_verification import ResolvedWeights
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -74,7 +74,7 @@ class SharedGpuActuator:
         self._failed: set[EngineKey] = set()
         self._records = {record.key: record for record in self._read()}
 
-    def order(self, replica: Replica) -> GpuOrder | None:
+    def order(self, replica: Replica) -> GpuCommand | None:
         """What a replica that sent a heartbeat does with its GPUs, if it is in a group."""
         key = LayerKey.of(replica)
         record = self._of(key)
@@ -90,7 +90,7 @@ class SharedGpuActuator:
         keys = (LayerKey(key.model, shape, key.generation) for shape in record.plan.engines)
         engines = [self._engine(each) for key in keys for each in self._replicas(key)]
         awake = {shape: record.wanted.get(shape, 0) for shape in record.plan.engines}
-        found = orders(engines, awake, starting=not record.served)
+        found = gpu_commands(engines, awake, starting=not record.served)
         self._chosen -= found.keys()
         self._chosen |= {engine.id for engine in chosen_engines(engines, awake)}
         return found.get(replica.id)
@@ -107,9 +107,9 @@ class SharedGpuActuator:
             unhealthy=self._is_unhealthy(replica),
         )
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         inner = dict(await self._inner.layers())
-        found: dict[LayerKey, Held] = {}
+        found: dict[LayerKey, ActuatorLayer] = {}
         for key, record in tuple(self._records.items()):
             held = inner.pop(key, None)
             if not record.wanted:
@@ -121,11 +121,11 @@ class SharedGpuActuator:
                     )
         return inner | found
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return await self._inner.nodes()
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         record = self._of(key)
         there = record is not None and record.key in await self._inner.layers()

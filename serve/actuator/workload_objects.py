@@ -16,7 +16,7 @@ import msgspec
 
 from policy.config.external_servers import KubernetesService
 from policy.errors import ActuatorFailed, NotLeader
-from store.kubernetes.api_server import Metadata, api_client, own_namespace
+from store.kubernetes.api_server import ObjectMetadata, api_client, own_namespace
 
 LABEL = "tidegate.io/deployment"
 ANNOTATION = "tidegate.io/layer"
@@ -35,7 +35,7 @@ _CONFLICT: Mapping[int, bytes] = {httpx.codes.CONFLICT: b""}
 _GONE: Mapping[int, bytes] = {httpx.codes.NOT_FOUND: b"gone"}
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WorkloadAnnotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The annotation; ``replicas`` is the desired count where another autoscaler carries it out."""
 
     model: str
@@ -52,7 +52,7 @@ class _Spec(msgspec.Struct):
 class WorkloadObject(msgspec.Struct):
     """What is read of a workload."""
 
-    metadata: Metadata
+    metadata: ObjectMetadata
     spec: _Spec = msgspec.field(default_factory=_Spec)
 
 
@@ -68,7 +68,7 @@ class _Scale(msgspec.Struct):
     status: _ScaleStatus = msgspec.field(default_factory=_ScaleStatus)
 
 
-class Workload(NamedTuple):
+class KubernetesWorkload(NamedTuple):
     """A workload: the service of its model, its kind and its name."""
 
     service: KubernetesService
@@ -76,7 +76,7 @@ class Workload(NamedTuple):
     name: str
 
     @classmethod
-    def of(cls, service: KubernetesService, named: str) -> Workload:
+    def of(cls, service: KubernetesService, named: str) -> KubernetesWorkload:
         """The workload that a shape names as ``KIND/NAME``."""
         kind, _, name = named.partition("/")
         return cls(service, kind, name)
@@ -104,7 +104,7 @@ class Workload(NamedTuple):
         return f"{self.kind}/{self.name}"
 
 
-class Workloads:
+class WorkloadClient:
     """Reads and writes workloads as the deployment ``own``, in the ``term`` of an elected controller, or 0.
 
     Raises :class:`policy.errors.ActuatorFailed` if the API server refuses or does not answer, and
@@ -115,7 +115,7 @@ class Workloads:
         self._own = own
         self._term = term
 
-    async def marked(self, place: Workload) -> list[WorkloadObject]:
+    async def marked(self, place: KubernetesWorkload) -> list[WorkloadObject]:
         """The workloads of this deployment of the kind and in the namespace of ``place``."""
         query = {"labelSelector": f"{LABEL}={self._own}"}
         answer = await self._call(place, "GET", place.collection, instead=_MISSING, params=query)
@@ -124,7 +124,7 @@ class Workloads:
             self._check_term(each.metadata)
         return found
 
-    async def read(self, workload: Workload) -> WorkloadObject | None:
+    async def read(self, workload: KubernetesWorkload) -> WorkloadObject | None:
         """The workload, ``None`` if there is none."""
         answer = await self._call(workload, "GET", workload.path, instead=_MISSING)
         if not answer:
@@ -133,17 +133,19 @@ class Workloads:
         self._check_term(found.metadata)
         return found
 
-    async def selector(self, workload: Workload) -> str:
+    async def selector(self, workload: KubernetesWorkload) -> str:
         """The labels of the pods that are replicas; empty until the workload's controller said so."""
         answer = await self._call(workload, "GET", f"{workload.path}/scale")
         return msgspec.json.decode(answer, type=_Scale).status.selector
 
-    async def begin_term(self, workload: Workload) -> None:
+    async def begin_term(self, workload: KubernetesWorkload) -> None:
         """Let no order of a lower term follow, if there is the workload; nothing else is changed."""
         if self._term and await self.read(workload) is not None:
             await self._write(workload, {}, None)
 
-    async def write(self, workload: Workload, mark: Mark | None, count: int | None) -> None:
+    async def write(
+        self, workload: KubernetesWorkload, mark: WorkloadAnnotation | None, count: int | None
+    ) -> None:
         """Give the workload the ``mark``, or none, then the ``count`` of replicas, unless that is ``None``.
 
         What is cut short is completed by the next call.
@@ -154,7 +156,9 @@ class Workloads:
         }
         await self._write(workload, metadata, count)
 
-    async def delete_pod(self, workload: Workload, pod: Metadata, grace_s: int | None) -> None:
+    async def delete_pod(
+        self, workload: KubernetesWorkload, pod: ObjectMetadata, grace_s: int | None
+    ) -> None:
         """Delete a pod, by default with its own grace period; not the next one of this name.
 
         A deletion names no version of the workload. So the term is written there before, even where it is
@@ -179,7 +183,7 @@ class Workloads:
 
     async def _write(
         self,
-        workload: Workload,
+        workload: KubernetesWorkload,
         metadata: dict[str, dict[str, str | None]],
         count: int | None,
         *,
@@ -192,7 +196,7 @@ class Workloads:
 
     async def _written(
         self,
-        workload: Workload,
+        workload: KubernetesWorkload,
         metadata: dict[str, dict[str, str | None]],
         count: int | None,
         *,
@@ -221,7 +225,7 @@ class Workloads:
         body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": count}}
         return bool(await self._call(workload, "PATCH", f"{workload.path}/scale", body, instead=_CONFLICT))
 
-    def _check_term(self, metadata: Metadata) -> None:
+    def _check_term(self, metadata: ObjectMetadata) -> None:
         """A controller that is alone has no term, and follows elected ones."""
         owner, _, term = metadata.annotations.get(TERM, "").partition("/")
         if self._term and owner == self._own and term.isdecimal() and int(term) > self._term:
@@ -229,7 +233,7 @@ class Workloads:
 
     async def _call(
         self,
-        workload: Workload,
+        workload: KubernetesWorkload,
         method: str,
         path: str,
         body: Any = None,

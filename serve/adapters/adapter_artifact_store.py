@@ -7,12 +7,12 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
-from policy.config.deployment import Adapters, ModelSpec
+from policy.config.deployment import AdaptersConfig, ModelSpec
 from policy.types import EngineKind
-from policy.wire.adapter_catalog import DIGITS, Alias, Version
-from store.adapters.adapter_aliases import API, DOCUMENT, AdapterNames, NewVersion
-from store.adapters.base_model_shapes import BaseModel
-from store.adapters.blobs import Blobs
+from policy.wire.adapter_catalog import DIGITS, Alias, CatalogVersion
+from store.adapters.adapter_aliases import API, DOCUMENT, AdapterAliases, NewVersion
+from store.adapters.base_model_shapes import BaseModelShapes
+from store.adapters.blobs import AdapterBlobStore
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.public_hosts import PublicHosts
 from store.adapters.validate import AdapterFacts, ValidationLimits
@@ -34,7 +34,7 @@ class AdapterStore:
         self._state = state
         self._url = url
         self._preparing = threading.Lock()
-        self._bases: dict[tuple[str, str, str | None], tuple[float, BaseModel]] = {}
+        self._bases: dict[tuple[str, str, str | None], tuple[float, BaseModelShapes]] = {}
 
     def aliases(self) -> tuple[Alias, ...]:
         """The aliases of all names."""
@@ -49,13 +49,13 @@ class AdapterStore:
         ``adapters.private_hosts``. With ``any_base`` it may name another base model. Raises
         :class:`policy.errors.AdapterRefused`. The same source may be imported again at any time.
         """
-        rules = spec.adapters or Adapters()
+        rules = spec.adapters or AdaptersConfig()
         limits = ValidationLimits(rules.max_rank, rules.max_bytes, any_base)
         hosts = None if declared else PublicHosts(rules.private_hosts)
         terms = ImportLimits(self._base(spec, report), limits, spec.token_file, hosts)
         return import_adapter(self._files, source, terms, report)
 
-    def stored(self, version: Version) -> NewVersion | None:
+    def stored(self, version: CatalogVersion) -> NewVersion | None:
         """A version that was taken before, if its files are still stored."""
         if self._files.path(version.digest) is None:
             return None
@@ -97,15 +97,15 @@ class AdapterStore:
         return [digest for digest in idle if self._files.remove(digest, older_s)]
 
     @cached_property
-    def names(self) -> AdapterNames:
+    def names(self) -> AdapterAliases:
         """The records."""
-        return AdapterNames(self._url)
+        return AdapterAliases(self._url)
 
     @cached_property
-    def _files(self) -> Blobs:
-        return Blobs(self._state.ensure().adapters)
+    def _files(self) -> AdapterBlobStore:
+        return AdapterBlobStore(self._state.ensure().adapters)
 
-    def _base(self, spec: ModelSpec, report: Report) -> BaseModel | None:
+    def _base(self, spec: ModelSpec, report: Report) -> BaseModelShapes | None:
         """The base model to validate adapters against; ``None`` for the simulated engine."""
         if spec.engine is EngineKind.SIM:
             return None
@@ -114,6 +114,6 @@ class AdapterStore:
             at, base = self._bases.get(key, (0.0, None))
             if base is None or time.monotonic() - at > BASE_S:
                 prepared = prepare(spec.source, token_file=spec.token_file, progress=report)
-                base = BaseModel.of(prepared.path, (spec.source, spec.name))
+                base = BaseModelShapes.of(prepared.path, (spec.source, spec.name))
                 self._bases[key] = (time.monotonic(), base)
             return base

@@ -35,7 +35,7 @@ MAX_REASON = 500
 Key = tuple[str, AdapterRef]
 
 
-class Usage(NamedTuple):
+class VersionUsage(NamedTuple):
     """The usage of one version: ``rate`` in requests per second; ``rising`` is the rate of a rise, else 0.
 
     ``hit_rate`` is the fraction of requests that found it loaded, ``loads`` counts the loads of all replicas,
@@ -53,7 +53,7 @@ class Usage(NamedTuple):
     waiting: int = 0
 
 
-class Failure(NamedTuple):
+class ReportedLoadFailure(NamedTuple):
     """The reason why a replica could not load a version, and when it was reported."""
 
     reason: str
@@ -84,10 +84,10 @@ class _Counts:
         if use.requests:
             self.last_used = at
 
-    def usage(self, at: float, waiting: int) -> Usage:
+    def usage(self, at: float, waiting: int) -> VersionUsage:
         requests, loaded, busy_s = (count.count(at) for count in (self._requests, self._loaded, self._busy_s))
         rate, quick = self._requests.rate(at), self._quick.rate(at)
-        return Usage(
+        return VersionUsage(
             rate=rate,
             rising=quick if quick > rate and self._quick.count(at) >= QUICK_AT_LEAST else 0.0,
             hit_rate=self._found.count(at) / requests if requests else None,
@@ -104,7 +104,7 @@ class _EngineReports:
     """The failures of the engine of a replica, oldest first, and its waiting requests with their instants."""
 
     incarnation: int
-    failures: dict[AdapterRef, Failure] = field(default_factory=dict)
+    failures: dict[AdapterRef, ReportedLoadFailure] = field(default_factory=dict)
     waiting: dict[AdapterRef, tuple[int, float]] = field(default_factory=dict)
 
     def note(self, replica: Replica, uses: Mapping[AdapterRef, AdapterUse], at: float) -> None:
@@ -119,7 +119,7 @@ class _EngineReports:
             if use.failed or use.loads:
                 failed.pop(ref, None)
             if use.failed:
-                failed[ref] = Failure(use.failed[:MAX_REASON], at)
+                failed[ref] = ReportedLoadFailure(use.failed[:MAX_REASON], at)
                 if len(failed) > MAX_FAILURES:
                     del failed[next(iter(failed))]
         # A report of a load may be lost, but the loaded adapters are in every heartbeat.
@@ -128,7 +128,7 @@ class _EngineReports:
             del failed[ref]
 
 
-class AdapterDemand:
+class AdapterDemandTracker:
     """Recent demand of all versions. Each call gets the instant ``at`` in seconds, which never goes back."""
 
     def __init__(self) -> None:
@@ -154,15 +154,15 @@ class AdapterDemand:
         """Drop the state of all replicas but these."""
         self._reports = {name: reports for name, reports in self._reports.items() if name in replicas}
 
-    def usage(self, model: str, wanted: AdapterRef, at: float) -> Usage:
+    def usage(self, model: str, wanted: AdapterRef, at: float) -> VersionUsage:
         """The usage of the version."""
         counts = self._counts.get((model, wanted))
         if counts is None:
-            return Usage()
+            return VersionUsage()
         waiting = [reports.waiting[wanted] for reports in self._reports.values() if wanted in reports.waiting]
         return counts.usage(at, sum(count for count, since in waiting if at - since < WAITS_S))
 
-    def failures(self, wanted: AdapterRef) -> dict[str, Failure]:
+    def failures(self, wanted: AdapterRef) -> dict[str, ReportedLoadFailure]:
         """Recent failures to load the version, by replica."""
         reports = self._reports.items()
         return {name: each.failures[wanted] for name, each in reports if wanted in each.failures}

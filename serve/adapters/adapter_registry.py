@@ -17,12 +17,12 @@ import msgspec
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
 from policy.stats.backoff import Backoff
-from policy.wire.adapter_catalog import NAME, Alias, Catalog
-from policy.wire.controller import AddRequest
-from serve.adapters.add_job_state import AddJob, Key
+from policy.wire.adapter_catalog import NAME, Alias, CatalogSnapshot
+from policy.wire.controller import AddAdapterRequest
+from serve.adapters.add_job_state import AddAdapterJob, Key
 from serve.async_waiting import run_in_thread, wait_at_most
 from serve.state.versioned_watch import Revision
-from store.progress_report import Progress
+from store.progress_report import ProgressLine
 
 if TYPE_CHECKING:
     # They import the database, which takes long.
@@ -88,14 +88,14 @@ class CatalogPublisher:
         """The version of the catalog, and the catalog as a JSON line."""
         if self._line[0] != self.revision.number:
             aliases = tuple(alias for alias in self._aliases.values() if alias.model in self.models)
-            catalog = Catalog(
+            catalog = CatalogSnapshot(
                 epoch=self._epoch, version=self.revision.number, aliases=aliases, term=self._term
             )
             self._line = (self.revision.number, msgspec.json.encode(catalog) + b"\n")
         return self._line
 
 
-class AdapterLibrary:
+class AdapterRegistry:
     """The adapters of all models; for one event loop, with blocking work in threads.
 
     The store is opened when the first model has an `adapters` section.
@@ -117,7 +117,7 @@ class AdapterLibrary:
         self._slots = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
         self._writing = asyncio.Lock()
         # The jobs that run or wait.
-        self.jobs: dict[AddJob, asyncio.Task[None]] = {}
+        self.jobs: dict[AddAdapterJob, asyncio.Task[None]] = {}
 
     def declare(self, deployment: Deployment) -> None:
         """Set the models with an `adapters` section, and the tenants."""
@@ -161,17 +161,17 @@ class AdapterLibrary:
 
     # Requests of users.
 
-    def add(self, wanted: AddRequest) -> AddJob:
+    def add(self, wanted: AddAdapterRequest) -> AddAdapterJob:
         """Begin to add or replace an adapter; raises as :func:`check_add`, and :class:`TargetError`."""
         model = self._model(wanted.model)
         check_add(wanted, self._names, self._tenants)
         parts = ((wanted.source, 1.0),)
-        job = AddJob(
+        job = AddAdapterJob(
             (model, wanted.name), parts, wanted.tenants, percent=wanted.weight, any_base=wanted.force
         )
         return self.begin(job)
 
-    def begin(self, adding: AddJob) -> AddJob:
+    def begin(self, adding: AddAdapterJob) -> AddAdapterJob:
         """Start a job that was checked."""
         self.jobs[adding] = task = asyncio.create_task(self._add(adding))
         task.add_done_callback(lambda _: self._left(adding))
@@ -239,7 +239,7 @@ class AdapterLibrary:
         store = self._open_store()
         return store, store.aliases()
 
-    async def _add(self, adding: AddJob) -> None:
+    async def _add(self, adding: AddAdapterJob) -> None:
         model, name = adding.key
         try:
             async with self._turns[adding.key], self._slots[adding.remote]:
@@ -260,7 +260,7 @@ class AdapterLibrary:
         else:
             adding.succeed(alias)
 
-    async def _import(self, adding: AddJob) -> Alias:
+    async def _import(self, adding: AddAdapterJob) -> Alias:
         model, name = adding.key
         await self._opened.wait()
         spec = self._specs.get(model)
@@ -276,7 +276,7 @@ class AdapterLibrary:
             return taken._replace(weight=weight)
 
         versions = await run_in_thread(lambda: [take(*part) for part in adding.parts], f"adapter-{name}")
-        adding.report(Progress(step="record", message=f"recording the versions of {name}"))
+        adding.report(ProgressLine(step="record", message=f"recording the versions of {name}"))
         before = self.catalog.get(adding.key)
         alias = await self._write(
             lambda: self._store.put(
@@ -289,7 +289,7 @@ class AdapterLibrary:
             log.info("adapter %s on %s: versions %s", name, model, digests)
         return alias
 
-    async def _write(self, change: Callable[[], Alias], adding: AddJob | None = None) -> Alias:
+    async def _write(self, change: Callable[[], Alias], adding: AddAdapterJob | None = None) -> Alias:
         """Carry out one transaction and publish its result, in the order of the transactions."""
         async with self._writing:
             if adding is not None:
@@ -298,7 +298,7 @@ class AdapterLibrary:
             self.catalog.put(alias)
         return alias
 
-    def _left(self, adding: AddJob) -> None:
+    def _left(self, adding: AddAdapterJob) -> None:
         del self.jobs[adding]
         if not any(other.key == adding.key for other in self.jobs):
             self._turns.pop(adding.key, None)
@@ -325,7 +325,7 @@ def _unknown(key: Key) -> AdapterUnknown:
     return AdapterUnknown(f"there is no adapter {key[1][:200]!r} on {key[0][:200]!r}")
 
 
-def check_add(request: AddRequest, models: Collection[str], tenants: Collection[str]) -> None:
+def check_add(request: AddAdapterRequest, models: Collection[str], tenants: Collection[str]) -> None:
     """Raise :class:`AdapterRefused` for an invalid name, :class:`ConfigError` for another invalid value."""
     if NAME.fullmatch(request.name) is None:
         expected = f"expected a name that matches {NAME.pattern}"

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from policy.errors import AdapterRefused, TargetError, TidegateError
-from policy.wire.adapter_catalog import Alias, Version
-from policy.wire.controller import AddLine, Problem
-from store.progress_report import Progress
+from policy.wire.adapter_catalog import Alias, CatalogVersion
+from policy.wire.controller import AddAdapterLine, ErrorDetails
+from store.progress_report import ProgressLine
 
 # A base model and a name on it.
 Key = tuple[str, str]
@@ -24,7 +24,7 @@ def is_remote(source: str) -> bool:
 
 
 @dataclass(eq=False)
-class AddJob:
+class AddAdapterJob:
     """``parts`` are sources with their weights; ``tenants`` of ``None`` keeps those of the name.
 
     The job continues whether or not a client watches it. Worker threads report progress; the event loop reads
@@ -37,18 +37,20 @@ class AddJob:
     key: Key
     parts: tuple[tuple[str, float], ...]
     tenants: tuple[str, ...] | None
-    known: Mapping[str, Version] = field(default_factory=dict)
+    known: Mapping[str, CatalogVersion] = field(default_factory=dict)
     declared: bool = False
     percent: float | None = None
     any_base: bool = False
     error: TidegateError | None = field(default=None, init=False)
     revoked: bool = field(default=False, init=False)
     done: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _progress: AddLine = field(default=AddLine(step="wait", message="waiting for other imports"), init=False)
-    _outcome: AddLine | None = field(default=None, init=False)
+    _progress: AddAdapterLine = field(
+        default=AddAdapterLine(step="wait", message="waiting for other imports"), init=False
+    )
+    _outcome: AddAdapterLine | None = field(default=None, init=False)
 
     @property
-    def line(self) -> AddLine:
+    def line(self) -> AddAdapterLine:
         """The progress, or the outcome; later reports of a thread do not change the outcome."""
         return self._outcome or self._progress
 
@@ -57,22 +59,24 @@ class AddJob:
         """Whether any source is on another machine."""
         return any(is_remote(source) for source, _ in self.parts)
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: ProgressLine) -> None:
         """Report progress, from any thread; raises :class:`TargetError` once the job is revoked."""
         self.check()
         part = progress.fraction
         done, total = (0, None) if part is None else (round(100 * part), 100)
-        self._progress = AddLine(step=progress.step, message=progress.message, done=done, total=total)
+        self._progress = AddAdapterLine(step=progress.step, message=progress.message, done=done, total=total)
 
     def succeed(self, alias: Alias) -> None:
         """The adapter is stored durably."""
-        self._end(AddLine(alias=alias))
+        self._end(AddAdapterLine(alias=alias))
 
     def fail(self, error: TidegateError) -> None:
         """The job failed and changed nothing."""
         self.error = self.error or error
         code = error.code if isinstance(error, AdapterRefused) else ""
-        self._end(AddLine(error=Problem(type=type(error).__name__, message=str(error), code=code)))
+        self._end(
+            AddAdapterLine(error=ErrorDetails(type=type(error).__name__, message=str(error), code=code))
+        )
 
     def revoke(self) -> None:
         """The name was removed."""
@@ -84,7 +88,7 @@ class AddJob:
         if self.revoked:
             raise self._removed()
 
-    def _end(self, line: AddLine) -> None:
+    def _end(self, line: AddAdapterLine) -> None:
         """Record the outcome; only the first one counts."""
         if self._outcome is None:
             self._outcome = line

@@ -14,8 +14,14 @@ from starlette.routing import Route
 
 from policy.errors import AdapterUnknown
 from policy.wire.adapter_catalog import DIGEST
-from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest, RollbackRequest
-from serve.adapters.add_job_state import AddJob
+from policy.wire.controller import (
+    ADAPTERS,
+    ADAPTERS_STREAM,
+    AddAdapterLine,
+    AddAdapterRequest,
+    RollbackRequest,
+)
+from serve.adapters.add_job_state import AddAdapterJob
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
 from serve.change_audit import ChangeAudit
@@ -52,7 +58,7 @@ def routes(adapters: AdapterController, audit: ChangeAudit) -> list[Route]:
         return json_answer(adapters.status())
 
     async def add(request: Request) -> Response:
-        wanted = msgspec.json.decode(await request.body(), type=AddRequest)
+        wanted = msgspec.json.decode(await request.body(), type=AddAdapterRequest)
         adding = library.add(wanted)
         asked = structs.asdict(wanted) | {"source": redacted(wanted.source), "model": adding.key[0]}
         await record(request, "add", adding.key, served(adding.key), asked)
@@ -109,13 +115,13 @@ def _key(request: Request) -> tuple[str, str]:
     return request.path_params["model"], request.path_params["name"]
 
 
-async def progress(adding: AddJob, revision: Revision) -> AsyncIterator[bytes]:
+async def progress(adding: AddAdapterJob, revision: Revision) -> AsyncIterator[bytes]:
     """The progress of ``adding``, repeated once a second without a change, and its outcome.
 
     The outcome follows once the gateways were sent the catalog, so that the name can be used at once.
     """
     loop = asyncio.get_running_loop()
-    sent, until = AddLine(), 0.0
+    sent, until = AddAdapterLine(), 0.0
     while not await wait_at_most(adding.done, PROGRESS_S):
         if adding.line != sent or loop.time() >= until:
             sent, until = adding.line, loop.time() + HEARTBEAT_S

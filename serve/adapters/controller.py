@@ -13,9 +13,9 @@ from policy.config.deployment import Deployment
 from policy.errors import TidegateError
 from policy.types import Replica
 from policy.wire.adapter_catalog import served_name
-from policy.wire.heartbeat import AdapterRef, Heartbeat, Orders
-from serve.adapters.adapter_demand import AdapterDemand
-from serve.adapters.adapter_registry import AdapterLibrary
+from policy.wire.heartbeat import AdapterRef, Heartbeat, HeartbeatResponse
+from serve.adapters.adapter_demand import AdapterDemandTracker
+from serve.adapters.adapter_registry import AdapterRegistry
 from serve.adapters.placement_loop import AdapterPlacement
 from serve.adapters.reconcile_declared import DeclaredAdapters
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
@@ -52,9 +52,9 @@ class AdapterController:
 
     def __post_init__(self) -> None:
         self.changed = asyncio.Event()
-        self.library = AdapterLibrary(self.open_store, self.epoch, self.event, term=self.term)
+        self.library = AdapterRegistry(self.open_store, self.epoch, self.event, term=self.term)
         self.declared = DeclaredAdapters(self.library, self.state, self.monotonic)
-        self._demand = AdapterDemand()
+        self._demand = AdapterDemandTracker()
         self._placement = AdapterPlacement(self._demand, self.slots)
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
@@ -63,7 +63,7 @@ class AdapterController:
         self.declared.declare(deployment, applied=applied)
         self.changed.set()
 
-    def beat(self, beat: Heartbeat) -> Orders:
+    def beat(self, beat: Heartbeat) -> HeartbeatResponse:
         """Record the adapter usage of a registered replica; the adapters that are planned for it."""
         now = self.monotonic()
         self._demand.note(beat, now)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policy.adapter_placement.plan import PLAN_PERIOD_S, plan
-from policy.adapter_placement.types import EMPTY, Demand, Host, Plan
+from policy.adapter_placement.types import EMPTY, PlacementHost, PlacementPlan, VersionDemand
 from policy.hashing import hash_name
 from policy.types import Replica, ReplicaPhase
 from policy.wire.adapter_catalog import Alias, served_name
-from policy.wire.heartbeat import AdapterRef, Orders
-from serve.adapters.adapter_demand import AdapterDemand
+from policy.wire.heartbeat import AdapterRef, HeartbeatResponse
+from serve.adapters.adapter_demand import AdapterDemandTracker
 
 # Assumed seconds of a load before one was measured.
 LOAD_S = 0.25
@@ -21,9 +21,9 @@ LOAD_S = 0.25
 class AdapterPlacement:
     """The current plan of each model; ``slots`` gives the number of adapter slots of a replica."""
 
-    demand: AdapterDemand
+    demand: AdapterDemandTracker
     slots: Callable[[Replica], int]
-    _plans: dict[str, Plan] = field(default_factory=dict, init=False)
+    _plans: dict[str, PlacementPlan] = field(default_factory=dict, init=False)
     # The planned adapters of each replica; ``None`` while the demand is unknown.
     _holds: dict[str, tuple[AdapterRef, ...] | None] = field(default_factory=dict, init=False)
     _planned_at: dict[str, float] = field(default_factory=dict, init=False)
@@ -64,9 +64,9 @@ class AdapterPlacement:
         """Whether this replica belongs in the plan but joined after it was made."""
         return _takes(replica) and replica.id not in self._holds
 
-    def orders(self, replica: str) -> Orders:
+    def orders(self, replica: str) -> HeartbeatResponse:
         """The orders for a replica."""
-        return Orders(hold=self._holds.get(replica))
+        return HeartbeatResponse(hold=self._holds.get(replica))
 
     @property
     def holds(self) -> Mapping[str, tuple[AdapterRef, ...]]:
@@ -77,9 +77,9 @@ class AdapterPlacement:
         """The reason for the placement of a version."""
         return self._plans.get(model, EMPTY).explain(served)
 
-    def _host(self, replica: Replica, at: float) -> Host:
+    def _host(self, replica: Replica, at: float) -> PlacementHost:
         refused = self.demand.refusing(replica.id, at)
-        return Host(
+        return PlacementHost(
             id=replica.id,
             key=hash_name(replica.id),
             slots=self.slots(replica),
@@ -88,7 +88,7 @@ class AdapterPlacement:
             refused=frozenset(served_name(wanted.name, wanted.digest) for wanted in refused),
         )
 
-    def _demands(self, alias: Alias, at: float) -> Iterable[Demand]:
+    def _demands(self, alias: Alias, at: float) -> Iterable[VersionDemand]:
         """The demand for each version. The forecast follows the current split of the name."""
         usages = {
             version.number: self.demand.usage(
@@ -103,7 +103,7 @@ class AdapterPlacement:
         for version in alias.versions:
             usage = usages[version.number]
             served = served_name(alias.name, version.digest)
-            yield Demand(
+            yield VersionDemand(
                 name=served,
                 key=hash_name(served),
                 rate=usage.rate,

@@ -11,8 +11,8 @@ from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.stats.backoff import Backoff
 from policy.wire.adapter_catalog import Alias
-from serve.adapters.adapter_registry import AdapterLibrary
-from serve.adapters.add_job_state import AddJob, Key, is_remote
+from serve.adapters.adapter_registry import AdapterRegistry
+from serve.adapters.add_job_state import AddAdapterJob, Key, is_remote
 from serve.async_waiting import run_in_thread
 from store.adapters.fetch_context import redacted
 from store.state_dir import StateDir
@@ -38,7 +38,7 @@ class DeclaredAdapters:
     there, this is the first start, which counts as an apply.
     """
 
-    def __init__(self, library: AdapterLibrary, state: StateDir, monotonic: Callable[[], float]) -> None:
+    def __init__(self, library: AdapterRegistry, state: StateDir, monotonic: Callable[[], float]) -> None:
         self._library = library
         self._state = state
         self._monotonic = monotonic
@@ -48,7 +48,7 @@ class DeclaredAdapters:
         self._wanted: dict[Key, AdapterSource] = {}
         self._made: set[Key] | None = None
         self._done: dict[Key, AdapterSource] = {}
-        self._running: dict[Key, tuple[AdapterSource, AddJob]] = {}
+        self._running: dict[Key, tuple[AdapterSource, AddAdapterJob]] = {}
         self._again: set[Key] = set()
         self._stamps: dict[str, int] = {}
         self.troubles: dict[Key, DeclarationError] = {}
@@ -134,7 +134,7 @@ class DeclaredAdapters:
         }
         self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
         self._again.discard(key)
-        adding = AddJob(key, parts, entry.tenants, known=known, declared=True, any_base=entry.force)
+        adding = AddAdapterJob(key, parts, entry.tenants, known=known, declared=True, any_base=entry.force)
         self._running[key] = (entry, self._library.begin(adding))
 
     def _end(self, key: Key, source: AdapterSource, error: TidegateError | None) -> None:

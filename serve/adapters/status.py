@@ -9,9 +9,9 @@ from enum import StrEnum
 import msgspec
 
 from policy.types import Replica, ReplicaPhase
-from policy.wire.adapter_catalog import Alias, Version, served_name
+from policy.wire.adapter_catalog import Alias, CatalogVersion, served_name
 from policy.wire.heartbeat import AdapterRef
-from serve.adapters.adapter_demand import AdapterDemand
+from serve.adapters.adapter_demand import AdapterDemandTracker
 from serve.adapters.placement_loop import AdapterPlacement
 
 
@@ -95,7 +95,7 @@ class AdapterStatusView:
     """
 
     replicas: Sequence[Replica]
-    demand: AdapterDemand
+    demand: AdapterDemandTracker
     placement: AdapterPlacement
     at: float
     wall: float
@@ -124,7 +124,7 @@ class AdapterStatusView:
             last_used=max((v.last_used for v in versions if v.last_used is not None), default=None),
         )
 
-    def _version(self, alias: Alias, version: Version, share: float) -> VersionStatus:
+    def _version(self, alias: Alias, version: CatalogVersion, share: float) -> VersionStatus:
         wanted = AdapterRef(name=alias.name, digest=version.digest)
         served = served_name(alias.name, version.digest)
         usage = self.demand.usage(alias.model, wanted, self.at)

@@ -19,7 +19,7 @@ from policy.config.deployment import Deployment
 from policy.errors import SwitchRefused, Unreachable
 from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.decision_schedule import DecisionSchedule
-from policy.scaling.decision_types import Decision, Memory, Situation
+from policy.scaling.decision_types import Decision, DecisionMemory, Situation
 from policy.scaling.start_times import StartTime
 from policy.scaling.switch_cost import describe_gain
 from policy.signals.aggregator import SignalAggregator
@@ -27,12 +27,12 @@ from policy.wire.controller_reports import GatewayReport
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.decision_history import DecisionHistory
 from serve.autoscaler.decision_inputs import SituationBuilder
-from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
+from serve.autoscaler.decision_journal import DecisionJournal, DecisionRound, JournaledPolicies
 from serve.autoscaler.decision_metrics import DecisionCounts
 from serve.autoscaler.live_model_fitting import CalibrationStore
 from serve.autoscaler.mode_switch_outcome import expected_gain, review
-from serve.autoscaler.policies import MadePolicies, restore_policies
-from serve.state.desired_state import Target, Targets, wanted_models
+from serve.autoscaler.policies import PolicyInstances, restore_policies
+from serve.state.desired_state import ModelTarget, ModelTargets, wanted_models
 from serve.state.observed_state import ObservedState
 from serve.state.reconcile_errors import ModelFailures
 from store.state_dir import StateDir
@@ -44,11 +44,11 @@ PATIENCE_S = 2.0
 _decode_round = msgspec.json.Decoder(DecisionRound).decode
 
 
-class KeptState(msgspec.Struct, frozen=True, kw_only=True):
+class AutoscalerState(msgspec.Struct, frozen=True, kw_only=True):
     """What a restarted controller continues with: memories, the policies that made them, and start times."""
 
-    memories: dict[str, Memory] = {}
-    policies: dict[str, Policies] = {}
+    memories: dict[str, DecisionMemory] = {}
+    policies: dict[str, JournaledPolicies] = {}
     starts: tuple[StartTime, ...] = ()
 
 
@@ -62,19 +62,19 @@ class Autoscaler:
     """
 
     state: StateDir
-    targets: Targets
+    targets: ModelTargets
     observed: ObservedState
     aggregator: SignalAggregator
     now: Callable[[], float]
     epoch: float
-    set_target: Callable[[str, Target], None]
+    set_target: Callable[[str, ModelTarget], None]
     wake: Callable[[], None]
     event: Callable[[str], None]
     failures: ModelFailures
     patience_s: float = PATIENCE_S
     latest: dict[str, Decision] = field(default_factory=dict, init=False)
     decided_on: dict[str, Situation] = field(default_factory=dict, init=False)
-    _policies: dict[str, MadePolicies] = field(default_factory=dict, init=False)
+    _policies: dict[str, PolicyInstances] = field(default_factory=dict, init=False)
     _changed: set[str] = field(default_factory=set, init=False)
     _urgent: set[str] = field(default_factory=set, init=False)
     _running: asyncio.Task[None] | None = field(default=None, init=False)
@@ -83,7 +83,7 @@ class Autoscaler:
     _overdue: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.journal = Journal(self.state.decisions_path)
+        self.journal = DecisionJournal(self.state.decisions_path)
         self.history = DecisionHistory()
         self.counts = DecisionCounts()
         self._calibrations = CalibrationStore(self.state)
@@ -104,7 +104,7 @@ class Autoscaler:
         self._policies = await run_in_thread(lambda: restore_policies(deployment, self.event), "policies")
         await run_in_thread(lambda: self.history.restore(self.journal, self.at), "history")
 
-    def adopt(self, policies: dict[str, MadePolicies]) -> None:
+    def adopt(self, policies: dict[str, PolicyInstances]) -> None:
         """Decide by the policies of a new deployment from now on; decides at once."""
         self._policies = policies
         self._revision += 1
@@ -116,7 +116,7 @@ class Autoscaler:
             return "by hand"
         return self._policies[model].live_name(model) if model in self._policies else "nobody"
 
-    def check_budget(self, target: Target, deployment: Deployment) -> None:
+    def check_budget(self, target: ModelTarget, deployment: Deployment) -> None:
         """Raise :class:`policy.errors.SwitchRefused` where the other models leave too little budget.
 
         The running replicas would be scaled down for new ones that the budget then does not allow.
@@ -128,7 +128,7 @@ class Autoscaler:
                 f"{model}: {aim.mode} x {aim.count} exceeds the budget left by other models, which fits {fit}"
             )
 
-    def has_room(self, target: Target, deployment: Deployment) -> bool:
+    def has_room(self, target: ModelTarget, deployment: Deployment) -> bool:
         """Whether the budget has room for one more replica of the desired mode."""
         left = self.situations.beside(self._names(deployment), deployment, self.at)
         return left.holds(self.situations.takes(target, deployment.budget)) >= 1
@@ -231,7 +231,7 @@ class Autoscaler:
         policies = self._kept.policies | made.policies
         # Models that were removed are forgotten.
         known = self.targets.names()
-        kept = KeptState(
+        kept = AutoscalerState(
             memories={name: memory for name, memory in memories.items() if name in known},
             policies={name: chosen for name, chosen in policies.items() if name in known},
             starts=self.observed.starts.saved(),
@@ -247,7 +247,7 @@ class Autoscaler:
 
     def _decided(
         self, made: DecisionRound, instances: Mapping[str, ModelPolicies]
-    ) -> dict[str, tuple[Decision, Memory]]:
+    ) -> dict[str, tuple[Decision, DecisionMemory]]:
         """The decisions, after an error without the models that cause it; their counts stay."""
         try:
             return decide_all(made.situations, made.budget, instances)
@@ -279,7 +279,7 @@ class Autoscaler:
         self.set_target(name, replace(target.toward(aim, self.at, gap=target.gap), note=target.note))
 
     def _switch(
-        self, target: Target, situation: Situation, decision: Decision, deployment: Deployment
+        self, target: ModelTarget, situation: Situation, decision: Decision, deployment: Deployment
     ) -> None:
         proposed = target.toward(target.in_mode(decision.mode, decision.count), self.at)
         try:
@@ -305,7 +305,7 @@ class Autoscaler:
 
     def _review_switch(self, name: str, deployment: Deployment) -> None:
         target, at = self.targets.get(name), self.at
-        situation = partial(self.situations.situation, name, deployment, Memory(), at)
+        situation = partial(self.situations.situation, name, deployment, DecisionMemory(), at)
         promise, found = review(target, at, situation)
         if found is not None:
             self.journal.put(found)
@@ -342,9 +342,9 @@ class Autoscaler:
             and (target := self.targets.get(spec.name)).aim.mode in target.spec.modes
         }
 
-    def _memory(self, model: str, at: float) -> Memory:
+    def _memory(self, model: str, at: float) -> DecisionMemory:
         """The memory of the last decision, without that of a policy that was replaced."""
-        memory, mode = self._kept.memories.get(model, Memory()), self.targets.get(model).aim.mode
+        memory, mode = self._kept.memories.get(model, DecisionMemory()), self.targets.get(model).aim.mode
         if self._modes.setdefault(model, mode) != mode:
             # A manual, configured or rolled back change is a switch too: mode.dwell_s applies.
             self._modes[model] = mode
@@ -356,10 +356,10 @@ class Autoscaler:
             memory = replace(memory, shadow=None)
         return memory
 
-    def _read(self) -> KeptState:
+    def _read(self) -> AutoscalerState:
         try:
-            return self.state.load(self.state.memory_path, KeptState) or KeptState()
+            return self.state.load(self.state.memory_path, AutoscalerState) or AutoscalerState()
         except (msgspec.MsgspecError, OSError) as error:
             # Of another version, incomplete, or on a bad disk: start with empty memories.
             log.warning("%s: %s", self.state.memory_path, error)
-            return KeptState()
+            return AutoscalerState()

@@ -10,7 +10,7 @@ from policy.engine.replica_capacity import Capability
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import CUSTOM, choose
 from policy.scaling.view import Supply, View
-from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Signals
+from policy.signals.types import LatencyQuantiles, ModelDemand, Rates, ReplicaSample, Signals
 from serve.autoscaler.custom_policy import GuardedPolicy, load
 
 # Maximum duration of a sample decision; the first one may import modules.
@@ -24,7 +24,7 @@ _RATES = Rates(last_6_s=3.0, last_20_s=2.5, last_60_s=2.0, last_600_s=1.5)
 _NONE = Rates(last_6_s=0.0, last_20_s=0.0, last_60_s=0.0, last_600_s=0.0)
 _LATENCY = LatencyQuantiles(count=120, p50=0.2, p90=0.4, p95=0.5, p99=1.0)
 _MEASURED = Signals(
-    demand=Demand(
+    demand=ModelDemand(
         age_s=1.0, arrivals=_RATES, refused=_NONE, concurrency=_RATES, queued=2, oldest_s=0.5,
         ttft=_LATENCY, itl=_LATENCY, e2e=_LATENCY, input_tokens=200.0, output_tokens=100.0, hit=0.3,
     ),

@@ -19,7 +19,7 @@ import msgspec
 
 from policy.scaling.decision_types import Decision, Situation
 from policy.scaling.policies.registry import NAMES
-from serve.autoscaler.decision_journal import DecisionRound, Journal
+from serve.autoscaler.decision_journal import DecisionJournal, DecisionRound
 
 DETAIL_S = 3600.0
 DAY_S = 86_400.0
@@ -31,7 +31,7 @@ MAX_CHANGES = 500
 SLACK = 60
 
 
-class Merge(Enum):
+class MergeRule(Enum):
     """How the rows of an interval become one."""
 
     LAST = "last"
@@ -41,31 +41,31 @@ class Merge(Enum):
 
 # Rates are per second, latencies in seconds, shares 0..1. Replicas are of the desired layer, but for the
 # ``leaving`` ones of others. The capacity is that within the SLO. A policy's column is the count it proposed.
-COLUMNS: dict[str, Merge] = {
-    "target": Merge.LAST,
-    "ready": Merge.LAST,
-    "starting": Merge.LAST,
-    "draining": Merge.LAST,
-    "leaving": Merge.LAST,
-    "gpus": Merge.LAST,
-    "arrivals_per_s": Merge.MEAN,
-    "refused_per_s": Merge.MEAN,
-    "forecast_per_s": Merge.MEAN,
-    "capacity_per_s": Merge.MEAN,
-    "concurrency": Merge.MEAN,
-    "queued": Merge.MAX,
-    "oldest_s": Merge.MAX,
-    "ttft_p50_s": Merge.MEAN,
-    "ttft_p95_s": Merge.MEAN,
-    "itl_p50_s": Merge.MEAN,
-    "itl_p95_s": Merge.MEAN,
-    "met": Merge.MEAN,
-    "kv_used": Merge.MEAN,
-    "watts": Merge.MEAN,
-    "proposed": Merge.LAST,
-    "shadow": Merge.LAST,
-    **dict.fromkeys(NAMES, Merge.LAST),
-    "mode": Merge.LAST,
+COLUMNS: dict[str, MergeRule] = {
+    "target": MergeRule.LAST,
+    "ready": MergeRule.LAST,
+    "starting": MergeRule.LAST,
+    "draining": MergeRule.LAST,
+    "leaving": MergeRule.LAST,
+    "gpus": MergeRule.LAST,
+    "arrivals_per_s": MergeRule.MEAN,
+    "refused_per_s": MergeRule.MEAN,
+    "forecast_per_s": MergeRule.MEAN,
+    "capacity_per_s": MergeRule.MEAN,
+    "concurrency": MergeRule.MEAN,
+    "queued": MergeRule.MAX,
+    "oldest_s": MergeRule.MAX,
+    "ttft_p50_s": MergeRule.MEAN,
+    "ttft_p95_s": MergeRule.MEAN,
+    "itl_p50_s": MergeRule.MEAN,
+    "itl_p95_s": MergeRule.MEAN,
+    "met": MergeRule.MEAN,
+    "kv_used": MergeRule.MEAN,
+    "watts": MergeRule.MEAN,
+    "proposed": MergeRule.LAST,
+    "shadow": MergeRule.LAST,
+    **dict.fromkeys(NAMES, MergeRule.LAST),
+    "mode": MergeRule.LAST,
 }
 _MERGES = tuple(COLUMNS.values())
 _WIDTH = len(COLUMNS)
@@ -74,7 +74,7 @@ _MODE = _WIDTH - 1
 Row = tuple[float, ...]
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class ScalingChange(msgspec.Struct, frozen=True, kw_only=True):
     """A decision that changed count or mode; ``dry_run``: it was only logged."""
 
     at: float
@@ -98,7 +98,7 @@ class ModelHistory(msgspec.Struct, frozen=True, kw_only=True):
     at: list[float]
     mode: list[str]
     columns: dict[str, list[float | None]]
-    changes: list[Change]
+    changes: list[ScalingChange]
 
 
 class _Point(NamedTuple):
@@ -108,7 +108,7 @@ class _Point(NamedTuple):
     at: float
     mode: str
     numbers: Row
-    change: Change | None
+    change: ScalingChange | None
 
 
 class _Rows:
@@ -149,7 +149,7 @@ class _Model:
         self.detail = _Rows(DETAIL_S)
         self.day = _Rows(DAY_S)
         self.minute: list[Row] = []
-        self.changes: deque[Change] = deque(maxlen=MAX_CHANGES)
+        self.changes: deque[ScalingChange] = deque(maxlen=MAX_CHANGES)
 
     def add(self, point: _Point) -> None:
         """Add a decision; one that is older than the last one, as by a clock that was set, is left out."""
@@ -204,7 +204,7 @@ class DecisionHistory:
         with self._lock:
             self._models.pop(model, None)
 
-    def restore(self, journal: Journal, now: float) -> None:
+    def restore(self, journal: DecisionJournal, now: float) -> None:
         """Add what is on disk of the last day; before the first :meth:`add`. Not for an event loop."""
         points: list[_Point] = []
         for line in journal.lines():
@@ -244,13 +244,13 @@ def merged(rows: Sequence[Row]) -> Row:
     )
 
 
-def _merge(merge: Merge, values: Sequence[float]) -> float:
-    if merge is Merge.LAST:
+def _merge(merge: MergeRule, values: Sequence[float]) -> float:
+    if merge is MergeRule.LAST:
         return values[-1]
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return math.nan
-    return max(known) if merge is Merge.MAX else sum(known) / len(known)
+    return max(known) if merge is MergeRule.MAX else sum(known) / len(known)
 
 
 def _stepped(rows: Sequence[tuple[float, Row]], step_s: float) -> list[tuple[float, Row]]:
@@ -267,7 +267,7 @@ def _number(value: float) -> float | None:
 
 
 def _point(situation: Situation, decision: Decision) -> _Point:
-    change = msgspec.convert(decision, Change, from_attributes=True) if decision.changes else None
+    change = msgspec.convert(decision, ScalingChange, from_attributes=True) if decision.changes else None
     return _Point(decision.model, decision.at, decision.mode, _numbers(situation, decision), change)
 
 

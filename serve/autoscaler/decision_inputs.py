@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from policy.config.deployment import Budget, Deployment, ModelSpec
+from policy.config.deployment import Deployment, ModelSpec, ResourceBudget
 from policy.engine.builtin_profiles import price_of, shipped
-from policy.engine.online_calibration import Fit
+from policy.engine.online_calibration import CalibrationFit
 from policy.engine.performance_model import EngineModel, Timing
 from policy.engine.prefill_estimate import GENERIC
 from policy.scaling.budget_allocation import held
 from policy.scaling.budget_resources import Resources, total
-from policy.scaling.decision_types import Memory, Situation
+from policy.scaling.decision_types import DecisionMemory, Situation
 from policy.scaling.model_observation import ReplicaFacts, signals_of
 from policy.scaling.reconcile_steps import LayerKey
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from policy.wire.heartbeat import Heartbeat
 from serve.autoscaler.live_model_fitting import CalibrationStore
-from serve.state.desired_state import Target, Targets
+from serve.state.desired_state import ModelTarget, ModelTargets
 from serve.state.observed_state import ObservedState
 from store.time_zones import wall_clock_s
 
@@ -35,7 +35,7 @@ PART = 0.95
 class SituationBuilder:
     """One for all models; ``now`` returns seconds of a clock that never goes back."""
 
-    targets: Targets
+    targets: ModelTargets
     observed: ObservedState
     calibrations: CalibrationStore
     aggregator: SignalAggregator
@@ -43,7 +43,7 @@ class SituationBuilder:
     _watts: dict[tuple[str, str], deque[float]] = field(default_factory=dict, init=False)
     _reported: dict[LayerKey, Timing] = field(default_factory=dict, init=False)
 
-    def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
+    def situation(self, model: str, deployment: Deployment, memory: DecisionMemory, at: float) -> Situation:
         """The situation of ``model`` at ``at`` (Unix seconds)."""
         target = self.targets.get(model)
         seen = self.observed.model(target, deployment.budget)
@@ -94,10 +94,10 @@ class SituationBuilder:
         """What ``models`` leave of the budget."""
         left = total(deployment.budget)
         for model in models:
-            left = left.plus(held(self.situation(model, deployment, Memory(), at)), -1)
+            left = left.plus(held(self.situation(model, deployment, DecisionMemory(), at)), -1)
         return left
 
-    def takes(self, target: Target, budget: Budget) -> Resources:
+    def takes(self, target: ModelTarget, budget: ResourceBudget) -> Resources:
         """What one replica of the desired mode takes of the budget."""
         shape = target.spec.shapes[target.aim.shape]
         watts = self._needs(target, target.aim.shape, budget)
@@ -114,7 +114,7 @@ class SituationBuilder:
         limits = replace(reported.limits, max_num_seqs=seats)
         return Timing(limits=limits, model=reported.model or timing.model)
 
-    def _facts(self, target: Target, mode: str, budget: Budget) -> ReplicaFacts:
+    def _facts(self, target: ModelTarget, mode: str, budget: ResourceBudget) -> ReplicaFacts:
         spec, name = target.spec, target.spec.modes[mode].shape
         timing = self._timing(spec, name, target.aim.generation)
         assert timing.model is not None
@@ -128,7 +128,7 @@ class SituationBuilder:
             error=fit.error,
         )
 
-    def _fit(self, target: Target, shape: str, prior: EngineModel) -> Fit:
+    def _fit(self, target: ModelTarget, shape: str, prior: EngineModel) -> CalibrationFit:
         """The engine model of a shape: measured where possible, else assumed.
 
         On cores, the correction that was measured on the running shape applies to an idle shape too: its old
@@ -139,16 +139,16 @@ class SituationBuilder:
         assumed = self.calibrations.assumed(spec, shape, prior)
         idle = shape != target.aim.shape and not spec.shapes[shape].gpus
         if assumed is not None and (fit is None or (idle and prior != GENERIC.model)):
-            return Fit(model=assumed)
-        return fit or Fit(model=prior)
+            return CalibrationFit(model=assumed)
+        return fit or CalibrationFit(model=prior)
 
-    def _note_watts(self, target: Target, signals: Signals) -> None:
+    def _note_watts(self, target: ModelTarget, signals: Signals) -> None:
         watts = [each.watts for each in signals.replicas if each.watts is not None]
         if watts:
             key = (target.spec.name, target.aim.shape)
             self._watts.setdefault(key, deque(maxlen=LOOKS)).append(max(watts))
 
-    def _needs(self, target: Target, shape: str, budget: Budget) -> float:
+    def _needs(self, target: ModelTarget, shape: str, budget: ResourceBudget) -> float:
         """Watts of one replica: its GPUs as measured, else as assumed, and its cores as assumed."""
         made = target.spec.shapes[shape]
         measured = self._watts.get((target.spec.name, shape))

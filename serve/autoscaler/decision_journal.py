@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from policy.config.control import Choice
-from policy.config.deployment import Budget
-from policy.scaling.decision_types import Decision, Memory, Situation
+from policy.config.deployment import ResourceBudget
+from policy.scaling.decision_types import Decision, DecisionMemory, Situation
 from serve.controller_api_schema import LoggedDecision, SwitchOutcome
 from store.log_file import KEPT, MAX_BYTES, RotatingLog
 
@@ -33,7 +33,7 @@ _at = attrgetter("decision.at")
 BLOCK_BYTES = 256 * 1024
 
 
-class Policies(msgspec.Struct, frozen=True, kw_only=True):
+class JournaledPolicies(msgspec.Struct, frozen=True, kw_only=True):
     """The configured policies, and by name the others that were evaluated for comparison."""
 
     live: Choice
@@ -45,9 +45,9 @@ class DecisionRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
     """What was decided together at ``at``: by which policies, of which situations, within which budget."""
 
     at: float
-    policies: dict[str, Policies]
+    policies: dict[str, JournaledPolicies]
     situations: dict[str, Situation]
-    budget: Budget
+    budget: ResourceBudget
     decisions: dict[str, Decision] = {}
 
 
@@ -55,7 +55,7 @@ Line = DecisionRound | SwitchOutcome
 _decode = msgspec.json.Decoder(Line).decode
 
 
-class Journal:
+class DecisionJournal:
     """Appends to a file that is rotated by size, in a thread that ends when there is nothing to write.
 
     It is rotated at ``max_bytes``, and read ``block_bytes`` at once.
@@ -166,7 +166,7 @@ class Journal:
 
 def without_memory(situation: Situation) -> Situation:
     """The situation without its memory, which only policies read."""
-    return msgspec.structs.replace(situation, memory=Memory())
+    return msgspec.structs.replace(situation, memory=DecisionMemory())
 
 
 def _gist(decision: Decision) -> object:

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 
 from policy.config.shared_gpus import gpu_group_of
 from policy.scaling import gpu_fault_replacement
-from policy.scaling.gpu_fault_replacement import UNHEARD_S, GpuHealth, ReplacementPlan, ReplacementState, Slot
+from policy.scaling.gpu_fault_replacement import (
+    UNHEARD_S,
+    GpuHealth,
+    ReplacementPlan,
+    ReplacementState,
+    ReplicaSlot,
+)
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
-from serve.state.desired_state import Target
+from serve.state.desired_state import ModelTarget
 from serve.state.observed_state import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
 
@@ -58,7 +64,7 @@ class ReplicaReplacement:
         """A note for operators about the GPUs of the model, or an empty string."""
         return self._plans[model].note if model in self._plans else ""
 
-    def step(self, target: Target, has_room: Callable[[], bool]) -> int:
+    def step(self, target: ModelTarget, has_room: Callable[[], bool]) -> int:
         """Take the next step; returns how many replicas are needed on top of the desired count."""
         model, at = target.spec.name, self.now()
         before, slots = self._plans.get(model, ReplacementPlan()), self._slots(target, at)
@@ -77,15 +83,17 @@ class ReplicaReplacement:
         self._announce(model, before, after)
         return int(after.more)
 
-    def _slots(self, target: Target, at: float) -> list[Slot]:
+    def _slots(self, target: ModelTarget, at: float) -> list[ReplicaSlot]:
         found = []
         for replica in self.registry.of(target.key()):
             health = self._health.get(replica.id)
             condition_now = None if health is None else gpu_fault_replacement.condition(health, at)
-            found.append(Slot(replica.id, replica.state is ReplicaPhase.READY, condition_now))
+            found.append(ReplicaSlot(replica.id, replica.state is ReplicaPhase.READY, condition_now))
         return found
 
-    def _state(self, target: Target, slots: list[Slot], room: bool, at: float) -> ReplacementState:
+    def _state(
+        self, target: ModelTarget, slots: list[ReplicaSlot], room: bool, at: float
+    ) -> ReplacementState:
         control, layers = target.spec.control, self.observed.layers(target.spec.name)
         others = any(layer.occupied for key, layer in layers.items() if key != target.key())
         return ReplacementState(

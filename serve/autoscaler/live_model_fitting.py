@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import engine_inputs
-from policy.engine.online_calibration import Calibration, Fit, State, slowness
+from policy.engine.online_calibration import Calibration, CalibrationFit, CalibrationState, slowness
 from policy.engine.performance_model import EngineModel
 from policy.engine.step_samples import StepSample
 from policy.types import Replica, ReplicaPhase
@@ -47,7 +47,7 @@ class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
     shape: str
     engine: str
     prior: EngineModel
-    state: State
+    state: CalibrationState
 
 
 class _CalibratedModel:
@@ -129,7 +129,7 @@ class CalibrationStore:
         if due:
             self._saved_at = at
 
-    def fitted(self, spec: ModelSpec, shape: str) -> Fit | None:
+    def fitted(self, spec: ModelSpec, shape: str) -> CalibrationFit | None:
         """The engine model fitted to the engines that ``spec`` builds of ``shape``, if any."""
         known = self._all.get((spec.name, shape))
         return known.fit if known is not None and _is_fitted(known, spec) else None

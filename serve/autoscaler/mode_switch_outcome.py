@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from policy.scaling.decision_types import Decision, Situation
 from policy.scaling.serving_mode_selection import measured_cost
 from serve.controller_api_schema import SwitchOutcome
-from serve.state.desired_state import ExpectedGain, Target
+from serve.state.desired_state import ExpectedGain, ModelTarget
 
 # Latencies are measured over a minute, which must be one after the switch.
 MEASURED_S = 75.0
@@ -27,7 +27,7 @@ def expected_gain(decision: Decision, situation: Situation) -> ExpectedGain | No
 
 
 def review(
-    target: Target, at: float, situation: Callable[[], Situation]
+    target: ModelTarget, at: float, situation: Callable[[], Situation]
 ) -> tuple[ExpectedGain | None, SwitchOutcome | None]:
     """The predicted saving that is still to be reviewed after ``at``, and the outcome if it was reviewed now.
 

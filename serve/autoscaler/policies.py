@@ -14,7 +14,7 @@ from policy.scaling.decide import ModelPolicies
 from policy.scaling.policies.registry import CUSTOM, NAMES, choose, make
 from policy.scaling.view import Policy
 from serve.autoscaler.custom_policy import GuardedPolicy, load
-from serve.autoscaler.decision_journal import Policies
+from serve.autoscaler.decision_journal import JournaledPolicies
 from serve.state.desired_state import wanted_models
 
 # Keeps the replica count.
@@ -23,10 +23,10 @@ STAY = "static"
 Event = Callable[[str], None]
 
 
-class MadePolicies(NamedTuple):
+class PolicyInstances(NamedTuple):
     """The configured policies of a model, and the instances that were made of them."""
 
-    chosen: Policies
+    chosen: JournaledPolicies
     instances: ModelPolicies
 
     def live_name(self, model: str) -> str:
@@ -34,12 +34,12 @@ class MadePolicies(NamedTuple):
         return choose(_path(model, "policy"), self.chosen.live).label.rpartition("/")[2]
 
 
-def make_policies(deployment: Deployment, event: Event) -> dict[str, MadePolicies]:
+def make_policies(deployment: Deployment, event: Event) -> dict[str, PolicyInstances]:
     """The policies of each model; raises :class:`policy.errors.ConfigError`. Not for an event loop."""
     return {spec.name: _made_policies(spec, event) for spec in wanted_models(deployment)}
 
 
-def restore_policies(deployment: Deployment, event: Event) -> dict[str, MadePolicies]:
+def restore_policies(deployment: Deployment, event: Event) -> dict[str, PolicyInstances]:
     """The policies of a deployment that was applied before; a missing one keeps replica counts.
 
     Guardrails, and waking a model at zero, work all the same.
@@ -55,21 +55,21 @@ def restore_policies(deployment: Deployment, event: Event) -> dict[str, MadePoli
     return restored
 
 
-def _made_policies(spec: ModelSpec, event: Event) -> MadePolicies:
+def _made_policies(spec: ModelSpec, event: Event) -> PolicyInstances:
     chosen = policies_of(spec)
-    return MadePolicies(chosen, policies_for(spec.name, chosen, event))
+    return PolicyInstances(chosen, policies_for(spec.name, chosen, event))
 
 
-def policies_of(spec: ModelSpec) -> Policies:
+def policies_of(spec: ModelSpec) -> JournaledPolicies:
     """The configured policies, and the built-in ones for comparison."""
     control = spec.control
     live = choose(_path(spec.name, "policy"), control.policy).name
-    return Policies(
+    return JournaledPolicies(
         live=control.policy, shadow=control.shadow, others=tuple(name for name in NAMES if name != live)
     )
 
 
-def policies_for(model: str, chosen: Policies, event: Event) -> ModelPolicies:
+def policies_for(model: str, chosen: JournaledPolicies, event: Event) -> ModelPolicies:
     """Make the policies; errors of a user's policy are events. Raises :class:`policy.errors.ConfigError`."""
     return ModelPolicies(
         live=_made(_path(model, "policy"), chosen.live, event),

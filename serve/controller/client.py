@@ -11,8 +11,8 @@ import msgspec
 
 from policy.config.convert import build
 from policy.errors import NotLeader, TidegateError, Unauthorized, Unreachable
-from policy.types import Fleet
-from policy.wire.accounting_api import Actor, Role, actor_headers
+from policy.types import FleetSnapshot
+from policy.wire.accounting_api import AdminRole, AuditActor, actor_headers
 from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import (
     ADAPTERS,
@@ -26,8 +26,8 @@ from policy.wire.controller import (
     SCALE,
     STATUS,
     STEPS,
-    AddLine,
-    AddRequest,
+    AddAdapterLine,
+    AddAdapterRequest,
     Controllers,
     LeaderStatus,
     RollbackRequest,
@@ -49,7 +49,7 @@ T = TypeVar("T")
 SILENT_S = 30.0
 
 # A supervisor asks in several threads.
-build(Fleet, LeaderStatus, ControllerStatus, StepLine)
+build(FleetSnapshot, LeaderStatus, ControllerStatus, StepLine)
 
 
 class ControllerClient:
@@ -69,7 +69,7 @@ class ControllerClient:
         """``addresses`` is ``HOST:PORT[,HOST:PORT]``; ``transport`` replaces the network, for tests."""
         self._http = httpx.Client(
             timeout=timeout_s, trust_env=False, transport=transport,
-            headers={SECRET_HEADER: secret, **actor_headers(Actor(local_user(), Role.ADMIN))},
+            headers={SECRET_HEADER: secret, **actor_headers(AuditActor(local_user(), AdminRole.ADMIN))},
         )  # fmt: skip
         self._controllers = Controllers(addresses)
 
@@ -95,9 +95,9 @@ class ControllerClient:
                 found[address] = self._ask(address, "GET", LEADER, None, LeaderStatus)
         return found
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetSnapshot:
         """The current snapshot."""
-        return self._call("GET", FLEET, None, Fleet)
+        return self._call("GET", FLEET, None, FleetSnapshot)
 
     def status(self) -> ControllerStatus:
         """The status of each model."""
@@ -147,11 +147,11 @@ class ControllerClient:
         """The status of all adapters: placement and usage."""
         return self._call("GET", ADAPTERS, None, AdaptersStatus)
 
-    def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
+    def add_adapter(self, wanted: AddAdapterRequest, progress: Callable[[AddAdapterLine], None]) -> Alias:
         """Add or replace an adapter; returns its durable alias. It continues if the caller disconnects."""
         hint = "; `tidegate adapters` shows what came of it"
         for raw in self._stream("POST", ADAPTERS, msgspec.json.encode(wanted), hint):
-            line = msgspec.json.decode(raw, type=AddLine)
+            line = msgspec.json.decode(raw, type=AddAdapterLine)
             if line.error is not None:
                 raise error_of(msgspec.structs.asdict(line.error))
             if line.alias is not None:

@@ -20,20 +20,20 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.config.engine_revision import digest
 from policy.deployment_file.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError, Unreachable
-from policy.scaling.decision_types import Override
+from policy.scaling.decision_types import ModeOverride
 from policy.scaling.reconcile_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
-from policy.types import Fleet, Replica, ReplicaPhase
+from policy.types import FleetSnapshot, Replica, ReplicaPhase
 from policy.wire.controller_reports import GatewayReport, GpuReport, ReportAnswer
-from policy.wire.heartbeat import Heartbeat, Orders, Timeouts
-from serve.actuator.interface import Actuator, Held
+from policy.wire.heartbeat import Heartbeat, HeartbeatResponse, Timeouts
+from serve.actuator.interface import Actuator, ActuatorLayer
 from serve.actuator.placement_feasibility import check_placeable
 from serve.actuator.shared_gpu_actuator import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.async_waiting import wait_at_most
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
-from serve.autoscaler.policies import MadePolicies, make_policies
+from serve.autoscaler.policies import PolicyInstances, make_policies
 from serve.autoscaler.step_report_subscribers import StepLine, StepSubscribers
 from serve.change_audit import ChangeAudit
 from serve.controller.live_page_state import LiveState, WorkerDetails, live_state
@@ -41,8 +41,8 @@ from serve.controller.metrics import ControllerMetrics
 from serve.controller.model_status import fleet_models, model_status
 from serve.controller.replica_liveness_probe import probe_silent
 from serve.controller_api_schema import ControllerStatus, ModelStatus
-from serve.host.weight_verification import Resolver
-from serve.state.desired_state import Target, Targets, first_target, found_target, wanted_models
+from serve.host.weight_verification import WeightsResolver
+from serve.state.desired_state import ModelTarget, ModelTargets, first_target, found_target, wanted_models
 from serve.state.generation_weights import GenerationWeights
 from serve.state.observed_state import ObservedState
 from serve.state.reconcile_errors import ModelFailures, describe
@@ -92,7 +92,7 @@ class Controller:
         self._all_reported = asyncio.Event()
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._failures = ModelFailures(self._event)
-        self._targets = Targets(state, self._event)
+        self._targets = ModelTargets(state, self._event)
         self.audit = ChangeAudit(state, wall)
         self.registry = ReplicaRegistry(self._epoch, term)
         self.aggregator = SignalAggregator()
@@ -104,7 +104,9 @@ class Controller:
         self._replacement = ReplicaReplacement(self.registry, self._observed, monotonic, self._event)
         self._actuator = SharedGpuActuator(actuator, state, self.registry.of, self._replacement.is_unhealthy)
         self._wake = asyncio.Event()
-        self._weights = GenerationWeights(self._observed, Resolver(monotonic, self._wake.set), self._event)
+        self._weights = GenerationWeights(
+            self._observed, WeightsResolver(monotonic, self._wake.set), self._event
+        )
         self._deployment = parse(state.load(state.deployment_path, dict[str, object]))
         self.autoscaler = Autoscaler(
             state, self._targets, self._observed, self.aggregator,
@@ -124,7 +126,7 @@ class Controller:
 
     # What the HTTP API calls.
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetSnapshot:
         """The fleet now."""
         return self.registry.fleet(self._wall())
 
@@ -161,9 +163,9 @@ class Controller:
         """The last report on the GPUs of each replica that has some, by its id."""
         return self.aggregator.gpus(self._monotonic())
 
-    def beat(self, beat: Heartbeat) -> Orders:
+    def beat(self, beat: Heartbeat) -> HeartbeatResponse:
         """Take a heartbeat of a replica host; returns its orders."""
-        replica, orders = beat.replica, Orders()
+        replica, orders = beat.replica, HeartbeatResponse()
         # First: a replica whose heartbeats were refused would be given up.
         changed = self.registry.put(replica, self._monotonic())
         with self._failures.recorded(replica.model, "heartbeat"):
@@ -220,7 +222,7 @@ class Controller:
                     f" (models.{model}.modes.{target.aim.mode}.replicas)"
                 )
             aim = replace(target.aim, count=replicas)
-            chosen = Override(mode=aim.mode, count=replicas, until=self._until(for_s))
+            chosen = ModeOverride(mode=aim.mode, count=replicas, until=self._until(for_s))
             toward = target.toward(aim, self.autoscaler.at, gap=target.gap) if aim != target.aim else target
             self._set_target(model, replace(toward, set_count=chosen))
         self.autoscaler.decide_soon(model, urgent=True)
@@ -247,7 +249,7 @@ class Controller:
         elif mode not in target.spec.modes:
             raise TargetError(f"{model}: mode {mode!r}, expected one of {', '.join(target.spec.modes)}")
         else:
-            chosen = Override(mode=mode, until=self._until(for_s))
+            chosen = ModeOverride(mode=mode, until=self._until(for_s))
             if mode != target.aim.mode:
                 target = target.toward(target.in_mode(mode), self.autoscaler.at)
                 self.autoscaler.check_budget(target, self._deployment)
@@ -257,7 +259,7 @@ class Controller:
         self.autoscaler.decide_soon(model, urgent=True)
         return self._model_status(model)
 
-    def prepare(self, document: dict[str, object]) -> dict[str, MadePolicies]:
+    def prepare(self, document: dict[str, object]) -> dict[str, PolicyInstances]:
         """The slow part of :meth:`apply`; raises :class:`ConfigError`. Not for an event loop."""
         return make_policies(parse(document), self._event)
 
@@ -266,7 +268,7 @@ class Controller:
         check_placeable(parse(document), await self._actuator.nodes())
 
     def apply(
-        self, document: dict[str, object], policies: dict[str, MadePolicies] | None = None
+        self, document: dict[str, object], policies: dict[str, PolicyInstances] | None = None
     ) -> ControllerStatus:
         """Apply a new deployment, of which ``policies`` may be prepared, whole or not at all.
 
@@ -341,7 +343,7 @@ class Controller:
                         self._event(str(refused))
         self._restored.set()
 
-    async def _layers_once_known(self) -> Mapping[LayerKey, Held]:
+    async def _layers_once_known(self) -> Mapping[LayerKey, ActuatorLayer]:
         while True:
             try:
                 return await self._actuator.layers()
@@ -390,7 +392,7 @@ class Controller:
             await self._actuate(target, key, count)
         await self._sweep(name, layers)
 
-    async def _actuate(self, target: Target, key: LayerKey, count: int) -> None:
+    async def _actuate(self, target: ModelTarget, key: LayerKey, count: int) -> None:
         held = self._observed.held.get(key)
         if held is None and count:
             spec, weights = target.specs[key.generation], target.weights.get(key.generation)
@@ -421,7 +423,7 @@ class Controller:
         if (pruned := target.pruned(layers)) != target:
             self._targets.put(name, pruned)
 
-    def _judge(self, name: str, target: Target) -> Target:
+    def _judge(self, name: str, target: ModelTarget) -> ModelTarget:
         """Settle a target that was reached; roll back one that failed."""
         if target.settled:
             return target
@@ -443,7 +445,7 @@ class Controller:
                 self.autoscaler.decide_soon(name)
         return target
 
-    def _adopted(self, spec: ModelSpec, deployment: Deployment) -> Target:
+    def _adopted(self, spec: ModelSpec, deployment: Deployment) -> ModelTarget:
         """The target with ``spec`` as its configuration: live where it can, a new generation where not.
 
         Raises :class:`SwitchRefused`.
@@ -461,14 +463,14 @@ class Controller:
     def _deployed(self, model: str) -> bool:
         return any(spec.name == model for spec in wanted_models(self._deployment))
 
-    def _target(self, model: str) -> Target:
+    def _target(self, model: str) -> ModelTarget:
         """The target of a model; raises :class:`TargetError` for one that is unknown or being removed."""
         target = self._targets.get(model)
         if not self._deployed(model):
             raise TargetError(f"{model} is no longer in the deployment; its replicas drain")
         return target
 
-    def _set_target(self, model: str, target: Target) -> None:
+    def _set_target(self, model: str, target: ModelTarget) -> None:
         aimed = self._targets.get(model).aim if model in self._targets.names() else None
         self._targets.put(model, target)
         if aimed != target.aim:

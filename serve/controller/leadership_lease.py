@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from policy.errors import NotLeader, TidegateError
-from policy.leader_election import Candidate, Lease
+from policy.leader_election import LeaderElector, LeaderLease
 from policy.wire.controller import LeaderStatus
 from serve.async_waiting import run_in_thread
 
@@ -24,10 +24,10 @@ RELEASE_S = 5.0
 class LeaseStore(Protocol):
     """Where the lease is kept. Every call blocks, and raises :class:`policy.errors.Unreachable`."""
 
-    def read(self) -> Lease | None:
+    def read(self) -> LeaderLease | None:
         """The lease; ``None`` before there was any."""
 
-    def replace(self, seen: Lease | None, new: Lease) -> bool:
+    def replace(self, seen: LeaderLease | None, new: LeaderLease) -> bool:
         """Write ``new`` if the lease is still the one that was ``seen``; whether it was."""
 
 
@@ -49,7 +49,7 @@ class Leadership:
     ) -> None:
         self._store = store
         self._address = address
-        self._candidate = Candidate(f"{address} {secrets.token_hex(8)}", address, lease_s, above)
+        self._candidate = LeaderElector(f"{address} {secrets.token_hex(8)}", address, lease_s, above)
         self._wall = wall
         self._monotonic = monotonic
         self._trouble = ""
@@ -148,7 +148,7 @@ class Leadership:
         proposal = self._candidate.proposal(self._monotonic(), self._wall())
         return proposal is not None and self._write(proposal)
 
-    def _write(self, lease: Lease) -> bool:
+    def _write(self, lease: LeaderLease) -> bool:
         seen, sent_at = self._candidate.seen, self._monotonic()
         written = self._store.replace(seen, lease)
         if written:

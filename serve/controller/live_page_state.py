@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.config.deployment import Budget, Gpus
+from policy.config.deployment import Gpus, ResourceBudget
 from policy.scaling.decision_types import Decision, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from policy.types import Replica
-from policy.wire.controller_reports import GatewayReport, Waiting, WorkerDetail
+from policy.wire.controller_reports import GatewayReport, WaitingRequests, WorkerDetail
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 
 # Workers report details for this long after they were last read, and a report counts for this long.
@@ -58,9 +58,9 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     actuator: str
     models: tuple[LiveModel, ...]
     replicas: tuple[Replica, ...]
-    budget: Budget
+    budget: ResourceBudget
     events: tuple[str, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitingRequests, ...] = ()
     routes: tuple[dict[str, Any], ...] = ()
 
 
@@ -79,11 +79,11 @@ class WorkerDetails:
             self._by_worker[report.worker] = at, report.detail
         return at - self._read_at < WATCHED_S
 
-    def read(self, at: float) -> tuple[tuple[Waiting, ...], tuple[dict[str, Any], ...]]:
+    def read(self, at: float) -> tuple[tuple[WaitingRequests, ...], tuple[dict[str, Any], ...]]:
         """What waits, and the last routes, the newest first; workers report them from now on."""
         self._read_at = at
         fresh = [detail for taken_at, detail in self._by_worker.values() if at - taken_at < WATCHED_S]
-        counts: dict[tuple[str, str, str], Waiting] = {}
+        counts: dict[tuple[str, str, str], WaitingRequests] = {}
         for each in (waiting for detail in fresh for waiting in detail.waiting):
             key = (each.model, each.priority, each.tenant)
             before = counts[key].requests if key in counts else 0
@@ -102,7 +102,7 @@ def live_state(
     *,
     decisions: Mapping[str, Decision],
     situations: Mapping[str, Situation],
-    budget: Budget,
+    budget: ResourceBudget,
     details: WorkerDetails,
     at: float,
     now: float,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median_high
 
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.scaling.budget_resources import summed, total
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
@@ -19,7 +19,7 @@ from serve.adapters.controller import AdapterController
 from serve.async_waiting import run_in_thread
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.gpu_metrics import REASONS
-from serve.state.desired_state import Target, Targets
+from serve.state.desired_state import ModelTarget, ModelTargets
 from serve.state.observed_state import ObservedState
 from serve.state.reconcile_errors import ModelFailures
 from store.os_process import read_usage
@@ -33,13 +33,13 @@ LAGS_KEPT = 10
 class ControllerMetrics:
     """Collects the samples of one controller; ``now`` is the clock of its heartbeats."""
 
-    targets: Targets
+    targets: ModelTargets
     observed: ObservedState
     failures: ModelFailures
     aggregator: SignalAggregator
     autoscaler: Autoscaler
     adapters: AdapterController
-    budget: Callable[[], Budget]
+    budget: Callable[[], ResourceBudget]
     now: Callable[[], float]
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class ControllerMetrics:
         assert len(labels) == len(metric.labels), name
         self._samples.setdefault(metric.name, []).append((labels, float(value)))
 
-    def _model(self, target: Target) -> None:
+    def _model(self, target: ModelTarget) -> None:
         name, control = target.spec.name, target.spec.control
         layer = self.observed.layer(target.key())
         self._put("replicas_target", target.aim.count, name)

@@ -11,13 +11,13 @@ from policy.scaling.reconcile_steps import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_api_schema import ModelStatus
-from serve.state.desired_state import Target, Targets
+from serve.state.desired_state import ModelTarget, ModelTargets
 from serve.state.observed_state import ObservedState
 from serve.state.reconcile_errors import ModelFailures
 
 
 def model_status(
-    target: Target,
+    target: ModelTarget,
     observed: ObservedState,
     autoscaler: Autoscaler,
     notes: Sequence[str] = (),
@@ -58,7 +58,7 @@ def model_status(
 
 
 def fleet_models(
-    targets: Targets, observed: ObservedState, failures: ModelFailures, at: float
+    targets: ModelTargets, observed: ObservedState, failures: ModelFailures, at: float
 ) -> Iterator[Model]:
     """The models of a fleet snapshot at ``at``."""
     for name in targets.names():
@@ -89,7 +89,7 @@ def _counts(spec: ModelSpec, observed: ObservedState) -> dict[str, int]:
     return dict.fromkeys(spec.shapes, 0) | held
 
 
-def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:
+def phase(target: ModelTarget, layers: Mapping[LayerKey, Layer]) -> str:
     """The phase of a rollout; a restarted controller continues in any of them.
 
     ``starting`` without old replicas, ``switching`` while new ones start beside the old, ``giving way`` while
@@ -111,5 +111,5 @@ def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:
     return "idle" if target.aim.count == 0 else "steady"
 
 
-def _note(target: Target, observed: ObservedState) -> str:
+def _note(target: ModelTarget, observed: ObservedState) -> str:
     return target.note or observed.reason(target.key())

@@ -89,7 +89,7 @@ class StepsQuery(msgspec.Struct, frozen=True):
     model: str
 
 
-class Guarded:
+class SecretProtectedApp:
     """An app behind the internal secret."""
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
@@ -191,7 +191,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             restored("/apply", apply),
             *api.routes(controller.adapters, controller.audit),
         ],
-        middleware=[Middleware(Guarded, secret=secret)],
+        middleware=[Middleware(SecretProtectedApp, secret=secret)],
     )
 
 

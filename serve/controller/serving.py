@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from serve.adapters.adapter_artifact_store import AdapterStore  # imports the database, which takes long
 
 
-class Parts(NamedTuple):
+class ControllerParts(NamedTuple):
     """A controller, its actuator for all models, and the part of that for workloads of Kubernetes."""
 
     controller: Controller
@@ -50,7 +50,7 @@ def parts_of(
     state: StateDir,
     term: int = 0,
     fenced: Callable[[Actuator], Actuator] = lambda actuator: actuator,
-) -> Parts:
+) -> ControllerParts:
     """A controller that leads in ``term``, over ``own`` for the replicas that Tidegate starts."""
     models = parse(state.load(state.deployment_path, dict[str, object])).models
     workloads = KubernetesActuator(state, models, term)
@@ -59,7 +59,7 @@ def parts_of(
         actuator, state, os.getpid(), partial(open_adapters, state),
         wall=time.time, monotonic=time.monotonic, term=term,
     )  # fmt: skip
-    return Parts(controller, actuator, workloads)
+    return ControllerParts(controller, actuator, workloads)
 
 
 async def serve_controller(actuator: Actuator, state: StateDir, address: str) -> None:

@@ -23,10 +23,10 @@ from policy.wire.headers import SECRET_HEADER
 from serve.actuator.fenced import Fence, FencedActuator, passed
 from serve.actuator.interface import Actuator
 from serve.controller.leadership_lease import Leadership
-from serve.controller.routes import Guarded, build_app
+from serve.controller.routes import SecretProtectedApp, build_app
 from serve.controller.serving import listen_soon, parts_of, serve_app
 from serve.json_responses import json_answer
-from store.election.database_state_dir import LeaderState
+from store.election.database_state_dir import DatabaseStateDir
 
 log = logging.getLogger("tidegate.controller")
 
@@ -38,13 +38,13 @@ ASK_S = 2.0
 LAST_S = 20.0
 
 
-class ElectedApp:
+class ElectedControllerApp:
     """The HTTP API of a controller: whole while it leads; else who does, and a refusal of all other paths."""
 
     def __init__(self, leadership: Leadership, stopping: asyncio.Event, secret: str) -> None:
         self._leadership = leadership
         self._stopping = stopping
-        self._guarded = Guarded(self._answer, secret)
+        self._guarded = SecretProtectedApp(self._answer, secret)
         self.whole: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +74,7 @@ class ElectedApp:
 
 
 @dataclass
-class Elected:
+class ElectedController:
     """One controller of several, known at ``address``, which listens at ``listen``.
 
     ``state_of`` is the leader's state of a term; ``actuator_of`` makes the actuator of a leader, once the
@@ -83,8 +83,8 @@ class Elected:
     """
 
     leadership: Leadership
-    state_of: Callable[[int], LeaderState]
-    actuator_of: Callable[[LeaderState], Actuator]
+    state_of: Callable[[int], DatabaseStateDir]
+    actuator_of: Callable[[DatabaseStateDir], Actuator]
     fence: Fence | None
     secret: str
     address: str
@@ -93,7 +93,7 @@ class Elected:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set; raises :class:`policy.errors.NotLeader` when it is deposed."""
-        app = ElectedApp(self.leadership, stopping, self.secret)
+        app = ElectedControllerApp(self.leadership, stopping, self.secret)
         sock = await listen_soon(self.listen)
         server = asyncio.create_task(serve_app(app, sock))
         contending = asyncio.create_task(self.leadership.run())
@@ -109,7 +109,9 @@ class Elected:
             await asyncio.wait({contending})
             await self.leadership.release()
 
-    async def _lead(self, app: ElectedApp, stopping: asyncio.Event, *others: asyncio.Task[None]) -> None:
+    async def _lead(
+        self, app: ElectedControllerApp, stopping: asyncio.Event, *others: asyncio.Task[None]
+    ) -> None:
         term = self.leadership.term
         state = self.state_of(term)
         state.claim()

@@ -39,9 +39,9 @@ from policy.wire.heartbeat import AdapterRef, AdapterUse
 from policy.wire.load_stream import LoadLine
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.frame_server import FrameConnection
+from serve.engine.frame_server import FrameServerConnection
 from serve.engine.interface import ASGIApp, Engine, EngineSpec
-from serve.engine.request_guard import Guard
+from serve.engine.request_guard import RequestGuard
 from serve.engine.sleep import SleepControl
 from serve.gpu_metrics import devices, product_name
 from store.event_loop.uvicorn_server import UvicornServer
@@ -66,7 +66,7 @@ CPUINFO = Path("/proc/cpuinfo")
 log = logging.getLogger("tidegate.engine")
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line from the engine to its host.
 
     ``line`` is its load, ``uses`` the adapter usage since the last line, ``engine`` the steps since then and
@@ -81,16 +81,16 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: str = ""
 
 
-Send = Callable[[Event], None]
+Send = Callable[[EngineEvent], None]
 
 
-def send(descriptor: int, event: Event) -> None:
+def send(descriptor: int, event: EngineEvent) -> None:
     """Write one line to the host. A host that is gone is detected on standard input, not here."""
     with contextlib.suppress(BrokenPipeError):
         os.write(descriptor, msgspec.json.encode(event) + b"\n")
 
 
-class ReplicaProtocol(HttpToolsProtocol):
+class HttpOrFramesProtocol(HttpToolsProtocol):
     """HTTP, or frames if a connection begins with their preface. For ``http`` of uvicorn's configuration."""
 
     def __init__(self, app: ASGIApp, secret: str, **given: Any) -> None:
@@ -104,7 +104,7 @@ class ReplicaProtocol(HttpToolsProtocol):
             if data[: len(frames.MAGIC)] == frames.MAGIC:
                 self._start = None
                 self.connections.discard(self)
-                FrameConnection(*self._frames, self.transport, self.server_state).data_received(data)
+                FrameServerConnection(*self._frames, self.transport, self.server_state).data_received(data)
                 return
             if frames.MAGIC.startswith(data):
                 self._start = data
@@ -113,7 +113,7 @@ class ReplicaProtocol(HttpToolsProtocol):
         super().data_received(data)
 
 
-class Progress:
+class EngineWatchdog:
     """Detects an engine that has requests but makes no steps."""
 
     def __init__(self, now: float) -> None:
@@ -129,7 +129,7 @@ class Progress:
 
 
 async def _follow_commands(
-    reader: asyncio.StreamReader, guard: Guard, adapters: AdapterLoader, sleep_control: SleepControl
+    reader: asyncio.StreamReader, guard: RequestGuard, adapters: AdapterLoader, sleep_control: SleepControl
 ) -> None:
     while line := await reader.readline():
         command, _, given = line.strip().partition(b" ")
@@ -151,8 +151,8 @@ async def _follow_commands(
     os.killpg(0, signal.SIGKILL)
 
 
-async def _watch(engine: Engine, guard: Guard, timeout_s: Callable[[], float]) -> None:
-    progress = Progress(time.monotonic())
+async def _watch(engine: Engine, guard: RequestGuard, timeout_s: Callable[[], float]) -> None:
+    progress = EngineWatchdog(time.monotonic())
     while True:
         await asyncio.sleep(CHECK_S)
         await engine.check()
@@ -163,7 +163,7 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: Callable[[], float]) -
 
 
 async def _report(
-    engine: Engine, guard: Guard, adapters: AdapterLoader, report_event: Send, hardware: str
+    engine: Engine, guard: RequestGuard, adapters: AdapterLoader, report_event: Send, hardware: str
 ) -> None:
     async for line in guard.lines():
         stats = engine.stats()
@@ -174,7 +174,7 @@ async def _report(
             timing=engine.timing(),
             hardware=hardware,
         )
-        report_event(Event(line=line, uses=adapters.uses(), engine=report))
+        report_event(EngineEvent(line=line, uses=adapters.uses(), engine=report))
         await asyncio.sleep(REPORT_S)
 
 
@@ -213,12 +213,12 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
     adapters = AdapterLoader(engine, files)
     adapters.hold(spec.hold)
     bound = spec.bound or engine.timing().limits.max_num_seqs
-    guard = Guard(engine, adapters, secret=spec.secret, bound=bound, clock=time.time)
+    guard = RequestGuard(engine, adapters, secret=spec.secret, bound=bound, clock=time.time)
     # Bound after the engine has made its own processes, so that none of them inherits the port.
     sock = listen(spec.host, 0)
     config = uvicorn.Config(
         guard,
-        http=partial(ReplicaProtocol, guard, spec.secret),  # type: ignore[arg-type] # it is called only
+        http=partial(HttpOrFramesProtocol, guard, spec.secret),  # type: ignore[arg-type] # it is called only
         loop="uvloop", access_log=False, log_level="warning", lifespan="auto",
         timeout_keep_alive=300, timeout_graceful_shutdown=1,
     )  # fmt: skip
@@ -243,7 +243,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
     done, _ = await asyncio.wait({*tasks, preparing}, return_when=asyncio.FIRST_COMPLETED)
     if done == {preparing}:
         preparing.result()
-        report_event(Event(url=url, max_model_len=engine.max_model_len))
+        report_event(EngineEvent(url=url, max_model_len=engine.max_model_len))
         guard.become(ReplicaPhase.READY)
         tasks.add(asyncio.create_task(sleep_control.run()))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -285,7 +285,7 @@ async def _main(descriptor: int) -> None:
         await run(spec, reader, report_event)
     except Exception as error:
         # Report any error to the host: the operator needs it.
-        report_event(Event(failed=f"{type(error).__name__}: {error}"[:2000]))
+        report_event(EngineEvent(failed=f"{type(error).__name__}: {error}"[:2000]))
         raise
 
 

@@ -21,7 +21,7 @@ MAX_KEPT: Final = 4 * 1024 * 1024
 log = logging.getLogger("tidegate.engine")
 
 
-class FrameConnection:
+class FrameServerConnection:
     """A gateway worker's connection. What all its streams write in a turn of the loop leaves in one frame.
 
     An asyncio protocol that inherits nothing, to be compiled.
@@ -37,9 +37,9 @@ class FrameConnection:
         self._encoder = FrameEncoder()
         self._decoder = FrameDecoder()
         self._opening: bytes | None = b""
-        self._streams: dict[int, FrameStream] = {}
+        self._streams: dict[int, FrameServerStream] = {}
         self._last = 0
-        self._behind: deque[FrameStream] = deque()
+        self._behind: deque[FrameServerStream] = deque()
         self._flushes = self._is_broken = False
         self.is_full = False
         server_state.connections.add(self)  # type: ignore[arg-type] # it has the methods that uvicorn calls
@@ -84,14 +84,14 @@ class FrameConnection:
 
     # used by streams
 
-    def add(self, kind: int, stream: FrameStream, payload: bytes) -> None:
+    def add(self, kind: int, stream: FrameServerStream, payload: bytes) -> None:
         if self._streams.get(stream.number) is stream:
             self._encoder.add(kind, stream.number, payload)
             if kind in (frames.END, frames.RESET):
                 del self._streams[stream.number]
             self._flush_soon()
 
-    def fall_behind(self, stream: FrameStream) -> None:
+    def fall_behind(self, stream: FrameServerStream) -> None:
         """Have ``stream`` write what it kept, in its turn."""
         self._behind.append(stream)
         self._flush_soon()
@@ -132,7 +132,7 @@ class FrameConnection:
                 raise BrokenFrames(f"stream {number} was opened twice")
             self._last = number
             scope, length = _scope_of(payload)
-            stream = self._streams[number] = FrameStream(self, number, length)
+            stream = self._streams[number] = FrameServerStream(self, number, length)
             task = asyncio.get_running_loop().create_task(stream.run(self._app, scope))
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)
@@ -154,10 +154,10 @@ class FrameConnection:
             known.abort()
 
 
-class FrameStream:
+class FrameServerStream:
     """One request and its response: ``receive`` and ``send`` of an ASGI app, and a ``ResponseWriter``."""
 
-    def __init__(self, connection: FrameConnection, number: int, length: int) -> None:
+    def __init__(self, connection: FrameServerConnection, number: int, length: int) -> None:
         self._connection = connection
         self.number = number
         self._missing = length

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from policy.config.deployment import Sim
+from policy.config.deployment import SimConfig
 from policy.engine.performance_model import Timing
 from policy.engine.step_samples import StepSample
 from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt
@@ -90,7 +90,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     cpus: int = 0
     engine_args: dict[str, Any] = {}
-    sim: Sim = Sim()
+    sim: SimConfig = SimConfig()
     progress_timeout_s: float = 60.0
     adapter_slots: int = 0
     max_rank: int = 0

@@ -16,7 +16,7 @@ import msgspec
 from policy.engine.performance_model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
 from policy.routing.engine_prefix_index import NamedPrompt
-from policy.types import Load, ReplicaPhase
+from policy.types import ReplicaLoad, ReplicaPhase
 from policy.wire.adapter_catalog import DIGEST, NAME
 from policy.wire.headers import (
     ADAPTER_HEADER,
@@ -31,7 +31,7 @@ from serve.async_waiting import wait_at_most
 from serve.engine import response_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, WRITER, Engine, Message, Receive, Scope, Send
-from serve.engine.response_guard import Answer
+from serve.engine.response_guard import ResponseGuard
 
 _CANARY, _SECRET = CANARY_HEADER.encode(), SECRET_HEADER.encode()
 _PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
@@ -48,7 +48,7 @@ UNSEEN_S = 0.05
 SETTLED_S = 0.25
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that owns a replica's in-flight count.
 
     Gateways route by this count. It is incremented before the engine's app sees a request and decremented
@@ -67,7 +67,7 @@ class Guard:
         self._emptied = asyncio.Event()
         self._serving: set[asyncio.Task[Any]] = set()
         # Prefill estimates of requests whose answer has not started, with their arrival.
-        self._prefills: dict[Answer, tuple[int, float]] = {}
+        self._prefills: dict[ResponseGuard, tuple[int, float]] = {}
         self._prefixes: deque[int] = deque(maxlen=MAX_PREFIXES)
         self._prefix_count = 0
         self.state = ReplicaPhase.STARTING
@@ -110,7 +110,7 @@ class Guard:
     def line(self) -> LoadLine:
         """The current load."""
         stats = self._engine.stats()
-        load = Load(
+        load = ReplicaLoad(
             at=self._clock(),
             in_flight=self._in_flight,
             bound=self._bound,
@@ -174,7 +174,7 @@ class Guard:
     async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
         timed = response_guard.ENGINE_TIME in headers
         writer = scope.get("extensions", {}).get(WRITER)
-        answer = Answer(self._engine, send, self._answered, writer=writer, timed=timed)
+        answer = ResponseGuard(self._engine, send, self._answered, writer=writer, timed=timed)
         if writer is not None:
             scope["extensions"] = {WRITER: answer}
         task = asyncio.current_task()
@@ -211,7 +211,7 @@ class Guard:
                 # Also of a request that never reached the cache, whose sender assumes that it did.
                 asyncio.get_running_loop().call_later(SETTLED_S, blocks.announce, named.hashes)
 
-    async def _adapted(self, scope: Scope, receive: Receive, answer: Answer, wanted: bytes) -> None:
+    async def _adapted(self, scope: Scope, receive: Receive, answer: ResponseGuard, wanted: bytes) -> None:
         """Serve a request with its adapter, which stays loaded until the request ends."""
         found = _ADAPTER.fullmatch(wanted.decode("latin-1"))
         if found is None:
@@ -233,7 +233,7 @@ class Guard:
                 return
             await self._engine.app(scope, inbox, answer)
 
-    async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: Answer) -> bool:
+    async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: ResponseGuard) -> bool:
         """Wait for the adapter, and raise as its load does; false when the client has disconnected."""
         tokens, _ = self._prefills[answer]
         # While it waits it is not in the engine's own count.
@@ -251,7 +251,7 @@ class Guard:
         self._prefills[answer] = (tokens, self._clock())
         return True
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: ResponseGuard) -> None:
         """The first byte of ``answer`` was sent, so its prompt is computed."""
         if self._prefills.pop(answer, None) is not None:
             self._notify()

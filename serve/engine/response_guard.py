@@ -20,7 +20,7 @@ DIED = "the engine died under this request"
 ENGINE_TIME = ENGINE_TIME_HEADER.encode()
 
 
-class Answer:
+class ResponseGuard:
     """Holds back the head of an answer until its first byte; if there is none, answers that it never began.
 
     When an engine dies its app answers 500, or 200 with an error. From these the gateway could not tell a
@@ -34,7 +34,7 @@ class Answer:
         self,
         engine: Engine,
         send: Send,
-        answered: Callable[[Answer], None],
+        answered: Callable[[ResponseGuard], None],
         *,
         writer: ResponseWriter | None = None,
         timed: bool = False,

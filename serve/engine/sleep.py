@@ -12,7 +12,7 @@ from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import Engine
-from serve.engine.request_guard import Guard
+from serve.engine.request_guard import RequestGuard
 
 log = logging.getLogger("tidegate.engine")
 
@@ -26,7 +26,7 @@ class SleepControl:
     """
 
     engine: Engine
-    guard: Guard
+    guard: RequestGuard
     adapters: AdapterLoader
     warm: Callable[[], Awaitable[None]]
     timeout_s: float

@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from policy.engine.performance_model import Limits, Timing
+from policy.engine.performance_model import BatchLimits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from policy.routing.engine_prefix_index import KvBlockIndex
@@ -42,7 +42,7 @@ from serve.engine.vllm_stat_logger import StepLogger, StepMetrics
 LEAVING_S = 0.01
 
 
-class NoToken(GenerationError):  # type: ignore[misc]  # vLLM ships no types
+class NoAllowedToken(GenerationError):  # type: ignore[misc]  # vLLM ships no types
     """The constraints of a request's output allow no further token; vLLM itself answers 500."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
     def refusal(params: Any, output: Any) -> Exception | None:
         """The error that a request with ``params`` raises at this ``output``, if any."""
         failed = any(each.finish_reason == "error" for each in output.outputs)
-        return NoToken() if failed and params.structured_outputs is not None else None
+        return NoAllowedToken() if failed and params.structured_outputs is not None else None
 
     def refuse(self, params: Any) -> None:
         """Raise :class:`VLLMValidationError` for parameters that the engine cannot or must not serve."""
@@ -84,7 +84,9 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
 
 
 async def constrained(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncIterator[Any]:
-    """The ``outputs`` of a request with a grammar; raises :class:`NoToken` where that allows no token."""
+    """The ``outputs`` of a request with a grammar; raises :class:`NoAllowedToken` where that allows no
+    token.
+    """
     async with aclosing(outputs):
         async for output in outputs:
             if (error := CheckedLLM.refusal(params, output)) is not None:
@@ -191,7 +193,7 @@ class VLLMEngine:
     def timing(self) -> Timing:
         scheduler, cache = self._llm.vllm_config.scheduler_config, self._llm.vllm_config.cache_config
         return Timing(
-            limits=Limits(
+            limits=BatchLimits(
                 max_num_batched_tokens=scheduler.max_num_batched_tokens,
                 max_num_seqs=scheduler.max_num_seqs,
                 kv_tokens=cache.kv_cache_size_tokens or 0,

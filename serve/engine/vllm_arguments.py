@@ -107,14 +107,14 @@ def configuration(spec: EngineSpec, args: Any) -> Any:
     propagate_flash_late_interaction(args, engine_args)
     if spec.cpus:
         # A build for GPUs may lack what these derive from.
-        from serve.engine.vllm_cpu import CoreExecutor, MendedWorker, SleepingExecutor  # noqa: PLC0415
+        from serve.engine.vllm_cpu import CoreExecutor, PatchedCPUWorker, SleepingExecutor  # noqa: PLC0415
 
         if engine_args.distributed_executor_backend is None:
             workers = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size
             workers *= engine_args.data_parallel_size
             engine_args.distributed_executor_backend = CoreExecutor if workers == 1 else SleepingExecutor
         if engine_args.worker_cls == "auto":
-            engine_args.worker_cls = f"{MendedWorker.__module__}.{MendedWorker.__qualname__}"
+            engine_args.worker_cls = f"{PatchedCPUWorker.__module__}.{PatchedCPUWorker.__qualname__}"
     return engine_args.create_engine_config(usage_context=USAGE)
 
 

@@ -80,7 +80,7 @@ def _rest(wait: Callable[[int], None], timeout_ms: int) -> None:
     wait(min(timeout_ms, LOOK_MS))
 
 
-class MendedWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types
+class PatchedCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM ships no types
     """vLLM's worker for CPUs, except for the two faults of :meth:`load_model` and :meth:`sample_tokens`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

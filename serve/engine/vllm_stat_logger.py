@@ -96,7 +96,7 @@ class BatchHistogram(Histogram):
         self._sum.inc(sum(amounts))
 
 
-class BeforeCollection(Collector):
+class CollectHook(Collector):
     """A collector without metrics, which calls ``prepare`` when a registry collects."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class StepMetrics(PrometheusStatLogger):  # type: ignore[misc]  # vLLM ships no 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         self._steps: deque[tuple[Any, Any, Any, int]] = deque()
         # The registry asks its collectors in their order, so this one before vLLM's.
-        REGISTRY.register(BeforeCollection(self.count))
+        REGISTRY.register(CollectHook(self.count))
         super().__init__(vllm_config, engine_indexes)
 
     def record(

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 import msgspec
 
 from policy.errors import EngineFailed
-from serve.engine.engine_server import Event
+from serve.engine.engine_server import EngineEvent
 from store.log_file import RotatingLog
 from store.os_process import end_child
 
@@ -81,7 +81,7 @@ class EngineProcess:
         if self._process.returncode is None:
             self._process.kill()
 
-    async def events(self, silence_s: Callable[[], float | None]) -> AsyncIterator[Event]:
+    async def events(self, silence_s: Callable[[], float | None]) -> AsyncIterator[EngineEvent]:
         """Its events until its pipe closes.
 
         Raises :class:`policy.errors.EngineFailed` when none came for ``silence_s()`` seconds.
@@ -100,7 +100,7 @@ class EngineProcess:
                     line = await reader.readline()
                 if not line.endswith(b"\n"):
                     return
-                yield msgspec.json.decode(line, type=Event)
+                yield msgspec.json.decode(line, type=EngineEvent)
         except TimeoutError:
             raise EngineFailed(f"the engine was silent for {silence_s():g} s") from None
         finally:

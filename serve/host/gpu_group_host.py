@@ -23,7 +23,7 @@ from policy.scaling.reconcile_steps import STABLE_S
 from policy.stats.backoff import Backoff, failures_after
 from serve.host.gpu_locks import GpuLocks, open_lock, try_lock
 from serve.host.replica_host import HostSpec, ReplicaHost
-from serve.host.time_shared_engine import EngineSlot, SleepingEngine
+from serve.host.time_shared_engine import EngineSlot, TimeSharedGpuAccess
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate
 from store.state_dir import StateDir, default_root, own_directory, private_directory, write_atomic
@@ -41,7 +41,7 @@ _LEASE = "held.lock"
 SIGN_OF_LIFE_S, HUNG_S, FIRST_SIGN_S = 1.0, 15.0, 120.0
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+class HostProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The standard input of a host process: what it runs, and in which group, if any.
 
     ``folder`` is that of the group on this node.
@@ -55,7 +55,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class GroupEngineProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The host process of one engine; ``made_of`` identifies its specification and GPUs."""
 
     shape: str
@@ -93,7 +93,7 @@ class GpuGroupHost:
         self._log = RotatingLog(StateDir(root.parent).ensure().logs / "hosts.log")
         self._lease = open_lock(self._folder / _LEASE)
         self._path = self._folder / "members.json"
-        self._members: dict[tuple[str, int], Member] = {}
+        self._members: dict[tuple[str, int], GroupEngineProcess] = {}
         self._children: dict[int, asyncio.subprocess.Process] = {}
         # By replica: its last sign of life, and when that was noticed.
         self._signs: dict[str, tuple[int, float]] = {}
@@ -104,7 +104,7 @@ class GpuGroupHost:
         while not try_lock(self._lease):  # noqa: ASYNC110 - processes set no event
             await asyncio.sleep(LOOK_S)
         if self._path.exists():
-            old = msgspec.json.decode(self._path.read_bytes(), type=list[Member])
+            old = msgspec.json.decode(self._path.read_bytes(), type=list[GroupEngineProcess])
             self._members = {(member.shape, member.index): member for member in old}
         await self._look()
         self._supervising = asyncio.create_task(self._supervise())
@@ -150,16 +150,18 @@ class GpuGroupHost:
         if self._members != before:
             write_atomic(self._path, msgspec.json.encode(list(self._members.values())), mode=0o600)
 
-    async def _look_at(self, shape: str, index: int) -> Member:
+    async def _look_at(self, shape: str, index: int) -> GroupEngineProcess:
         assignment = self._assignment(shape, index)
         made_of = _digest(assignment)
-        member = self._members.get((shape, index), Member(shape=shape, index=index, made_of=made_of))
+        member = self._members.get(
+            (shape, index), GroupEngineProcess(shape=shape, index=index, made_of=made_of)
+        )
         process, now = member.process(), time.time()
         if member.made_of != made_of:
             if process is not None:
                 # Its GPUs or its specification are no longer those of the group.
                 await asyncio.to_thread(end_all, [process], GRACE_S)
-            member, process = Member(shape=shape, index=index, made_of=made_of), None
+            member, process = GroupEngineProcess(shape=shape, index=index, made_of=made_of), None
         if process is not None:
             if self._is_hung(member.replica):
                 process.kill()
@@ -188,7 +190,7 @@ class GpuGroupHost:
             self._signs[replica] = (sign, now)
         return now - self._signs[replica][1] > (HUNG_S if sign else FIRST_SIGN_S)
 
-    async def _start(self, assignment: Assignment) -> int:
+    async def _start(self, assignment: HostProcessSpec) -> int:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "serve.host.process_replica", assignment.replica,
             stdin=asyncio.subprocess.PIPE,
@@ -200,12 +202,12 @@ class GpuGroupHost:
         child.stdin.close()
         return child.pid
 
-    def _assignment(self, shape: str, index: int) -> Assignment:
+    def _assignment(self, shape: str, index: int) -> HostProcessSpec:
         positions = tuple(cards(self.spec.model.shapes[shape], index))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(card) for card in range(self._group.gpus)] if visible is None else visible.split(",")
         used = tuple(names[card] for card in positions if card < len(names))
-        return Assignment(
+        return HostProcessSpec(
             spec=msgspec.structs.replace(self.spec, shape=shape), replica="", address=self._address,
             node=self._node, slot=EngineSlot(cards=positions, visible=used), folder=str(self._folder),
         )  # fmt: skip
@@ -248,13 +250,13 @@ async def until_unheld(folder: Path, held_s: float = UNHELD_S) -> None:
 Host = ReplicaHost | GpuGroupHost
 
 
-def host_of(assignment: Assignment) -> Host:
+def host_of(assignment: HostProcessSpec) -> Host:
     """The host for an assignment: of one engine, alone or in a group, or of the model's shared GPU group."""
     spec, slot = assignment.spec, assignment.slot
     replica, address, node = assignment.replica, assignment.address, assignment.node
     if slot is not None:
         locks = GpuLocks(own_directory(Path(assignment.folder).parent / f"locks-{address}"), slot.visible)
-        return SleepingEngine(spec, slot, locks, replica=replica, address=address, node=node).host
+        return TimeSharedGpuAccess(spec, slot, locks, replica=replica, address=address, node=node).host
     group = gpu_group_of(spec.model)
     if group is None:
         return ReplicaHost(spec, replica=replica, address=address, node=node)
@@ -275,5 +277,5 @@ def _plain(model: str) -> str:
     return model.replace("/", ".")
 
 
-def _digest(assignment: Assignment) -> str:
+def _digest(assignment: HostProcessSpec) -> str:
     return hashlib.sha256(msgspec.json.encode(assignment)).hexdigest()[:16]

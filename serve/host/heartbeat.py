@@ -16,9 +16,9 @@ from policy.types import ReplicaPhase
 from policy.wire.controller import REPLICAS, Controllers
 from policy.wire.controller_reports import EngineReport
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat, Orders
+from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat, HeartbeatResponse
 from serve.async_waiting import wait_at_most
-from serve.engine.adapters.usage_accumulator import AdapterUsage
+from serve.engine.adapters.usage_accumulator import AdapterUsageAccumulator
 from serve.engine.step_stats import merge
 from serve.host.replica_host import ReplicaHost
 
@@ -33,7 +33,7 @@ async def send_heartbeats(hosts: Sequence[ReplicaHost], transport: Transport = N
 
 async def _send_heartbeats(host: ReplicaHost, transport: Transport) -> None:
     """Usage is kept while the controller does not answer."""
-    usage = AdapterUsage()
+    usage = AdapterUsageAccumulator()
     engine: EngineReport | None = None
     controllers = Controllers(host.spec.controller)
     async with httpx.AsyncClient(
@@ -54,7 +54,7 @@ async def _send_heartbeats(host: ReplicaHost, transport: Transport) -> None:
                     engine = None
                     # It may come from a controller that is stopping, or from another process on its port.
                     with contextlib.suppress(msgspec.MsgspecError):
-                        host.obey(msgspec.json.decode(answer, type=Orders))
+                        host.obey(msgspec.json.decode(answer, type=HeartbeatResponse))
                     break
             if heartbeat.replica.state is ReplicaPhase.STOPPED:
                 return

@@ -1,7 +1,7 @@
 """A replica host as a process of its own: without Ray, and for each engine of a shared GPU group.
 
 Its argument is the replica's id. Standard input carries one JSON line, the
-:class:`serve.host.gpu_group_host.Assignment`. SIGTERM drains and ends it.
+:class:`serve.host.gpu_group_host.HostProcessSpec`. SIGTERM drains and ends it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import uvloop
 
-from serve.host.gpu_group_host import Assignment, host_of, show_life, until_unheld
+from serve.host.gpu_group_host import HostProcessSpec, host_of, show_life, until_unheld
 from serve.host.heartbeat import send_heartbeats
 from store.json_log_format import log_to
 
 
-async def _run(assignment: Assignment) -> int:
+async def _run(assignment: HostProcessSpec) -> int:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
@@ -51,7 +51,7 @@ async def _run(assignment: Assignment) -> int:
 def main() -> None:
     """Entry point of the process."""
     log_to(logging.StreamHandler())
-    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    assignment = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostProcessSpec)
     sys.exit(uvloop.run(_run(assignment)))
 
 

@@ -10,16 +10,16 @@ from ray import serve as ray_serve
 from ray.serve._private import replica as serve_replica
 
 from policy.errors import EngineFailed
-from serve.host.gpu_group_host import Assignment, host_of
+from serve.host.gpu_group_host import HostProcessSpec, host_of
 from serve.host.heartbeat import send_heartbeats
 from serve.host.replica_host import HostSpec
-from serve.host.version_check import Versions, installed, refuse_other
+from serve.host.version_check import NodeVersions, installed, refuse_other
 
 
 class _Sender(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a :class:`serve.host.replica_host.HostSpec` that every version can read."""
 
-    versions: Versions
+    versions: NodeVersions
 
 
 def _listen_on_loopback() -> None:
@@ -42,7 +42,7 @@ class RayHost:
         unique = ray_serve.get_replica_context().replica_id.unique_id
         name = spec.model.name.replace("/", ".")
         self._host = host_of(
-            Assignment(
+            HostProcessSpec(
                 spec=spec,
                 replica=f"{name}-{spec.shape}-g{spec.generation}-{unique}",
                 address="127.0.0.1" if spec.loopback else ray.util.get_node_ip_address(),

@@ -18,30 +18,36 @@ from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, TidegateError
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S
 from policy.stats.backoff import Backoff, failures_after
-from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.types import Replica, ReplicaLoad, ReplicaPhase, StartPath
 from policy.wire.controller_reports import EngineReport, GpuReport
 from policy.wire.heartbeat import (
     HEARTBEAT_PERIOD_S,
     AdapterRef,
     AdapterUse,
-    GpuOrder,
+    GpuCommand,
     Heartbeat,
-    Orders,
+    HeartbeatResponse,
     Timeouts,
 )
 from serve.async_waiting import wait_at_most
-from serve.engine.engine_server import Event
+from serve.engine.engine_server import EngineEvent
 from serve.engine.interface import EngineSpec
 from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
 from serve.host import cpu_core_assignment
 from serve.host.engine_process import EngineProcess
-from serve.host.version_check import Versions
-from serve.host.weight_verification import Prepare, Weights, prepare_verified, record_read, was_read_before
+from serve.host.version_check import NodeVersions
+from serve.host.weight_verification import (
+    Prepare,
+    ResolvedWeights,
+    prepare_verified,
+    record_read,
+    was_read_before,
+)
 from store.json_log_format import line
 from store.log_file import RotatingLog
 from store.model_weights.prepare import prepare as prepare_weights
-from store.progress_report import Progress
+from store.progress_report import ProgressLine
 from store.state_dir import StateDir, cache_dir, default_root, private_directory
 
 RESTART_BACKOFF = Backoff(0.2, 10.0, factor=4.0)
@@ -56,21 +62,21 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: ModelSpec
-    weights: Weights | None
+    weights: ResolvedWeights | None
     shape: str
     generation: int
     state_dir: str
     controller: str
     secret: str
     loopback: bool = True
-    versions: Versions
+    versions: NodeVersions
 
 
 class GpuAccess:
     """When a host's engine may use its GPUs: this one always may, as no other engine uses them.
 
-    :class:`serve.host.time_shared_engine.SleepingEngine` shares them with others. ``visible`` is the value of
-    ``CUDA_VISIBLE_DEVICES`` for an engine that shares GPUs; it inherits the file ``descriptors``.
+    :class:`serve.host.time_shared_engine.TimeSharedGpuAccess` shares them with others. ``visible`` is the
+    value of ``CUDA_VISIBLE_DEVICES`` for an engine that shares GPUs; it inherits the file ``descriptors``.
     """
 
     visible: str | None = None
@@ -88,7 +94,7 @@ class GpuAccess:
     def reported(self, phase: ReplicaPhase) -> None:
         """The engine's own phase, with each of its load lines."""
 
-    def ordered(self, order: GpuOrder) -> None:
+    def ordered(self, order: GpuCommand) -> None:
         """The controller's order what to do with the GPUs."""
 
     def phase(self, replica: Replica) -> ReplicaPhase:
@@ -123,7 +129,7 @@ class ReplicaHost:
         self.spec = spec
         self.replica = Replica(
             id=replica, model=spec.model.name, shape=spec.shape, generation=spec.generation, node=node,
-            state=ReplicaPhase.STARTING, load=Load(at=time.time()),
+            state=ReplicaPhase.STARTING, load=ReplicaLoad(at=time.time()),
         )  # fmt: skip
         self.changed = asyncio.Event()
         self.lost = asyncio.Event()
@@ -170,7 +176,7 @@ class ReplicaHost:
         engine, self._engine = self._engine, None
         return Heartbeat(replica=self.snapshot(), uses=uses, engine=engine, gpus=self._gpu_report)
 
-    def obey(self, orders: Orders) -> None:
+    def obey(self, orders: HeartbeatResponse) -> None:
         """Pass the controller's orders to the engine; one that starts later receives them first.
 
         Orders of a controller that was deposed are refused.
@@ -301,7 +307,10 @@ class ReplicaHost:
         failures = failures_after(self.replica.failures, lived_s, self._stable_s)
         self._waiting = ()
         self.update(
-            url="", load=Load(at=time.time()), failures=failures, incarnation=self.replica.incarnation + 1
+            url="",
+            load=ReplicaLoad(at=time.time()),
+            failures=failures,
+            incarnation=self.replica.incarnation + 1,
         )
         self._become(ReplicaPhase.STARTING, reason)
 
@@ -313,7 +322,7 @@ class ReplicaHost:
         self.update(start_path=StartPath.CACHED if known else StartPath.COLD)
         loop = asyncio.get_running_loop()
 
-        def log_progress(progress: Progress) -> None:
+        def log_progress(progress: ProgressLine) -> None:
             if progress.fraction is not None or progress.step not in ("fetch", "verify"):
                 # A download or build, or the wait for another process that does it.
                 loop.call_soon_threadsafe(partial(self.update, start_path=StartPath.COLD))
@@ -353,7 +362,7 @@ class ReplicaHost:
             if not await process.end():
                 self._stuck = f"{self.replica.reason}; its process {process.pid} does not end after SIGKILL"
 
-    def receive(self, event: Event) -> str:
+    def receive(self, event: EngineEvent) -> str:
         """Take an event of the engine; returns the error that it reports."""
         if event.url:
             start_s = time.monotonic() - self._began

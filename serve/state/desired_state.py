@@ -13,12 +13,12 @@ from policy.config.deployment import Deployment, ModelSpec, Replicas
 from policy.config.engine_revision import built_shapes, digest, same_engines, used_shapes
 from policy.config.shared_gpus import gpu_group_of
 from policy.errors import NotLeader, TargetError, Unreachable
-from policy.scaling.decision_types import Override
+from policy.scaling.decision_types import ModeOverride
 from policy.scaling.reconcile_steps import LayerKey
 from policy.stats.backoff import Backoff
 from policy.types import EngineKind
-from serve.actuator.interface import Held
-from serve.host.weight_verification import Weights
+from serve.actuator.interface import ActuatorLayer
+from serve.host.weight_verification import ResolvedWeights
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -72,7 +72,7 @@ class ExpectedGain(msgspec.Struct, frozen=True, kw_only=True):
     settled_at: float | None = None
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class ModelTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of one model (``aim``), and the ``fallback`` if it cannot be reached.
 
     ``created`` is when the model was first deployed, ``since`` when the aim was set; ``settled`` whether it
@@ -96,9 +96,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     rejected: str = ""
     specs: dict[int, ModelSpec]
-    weights: dict[int, Weights] = {}
-    set_mode: Override | None = None
-    set_count: Override | None = None
+    weights: dict[int, ResolvedWeights] = {}
+    set_mode: ModeOverride | None = None
+    set_count: ModeOverride | None = None
     barred: dict[str, SwitchBlock] = {}
     promise: ExpectedGain | None = None
 
@@ -123,7 +123,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         mode = self.spec.modes.get(self.aim.mode)
         return mode.bounds if mode else Replicas(min=self.aim.count, max=max(self.aim.count, 1))
 
-    def override(self, at: float) -> Override | None:
+    def override(self, at: float) -> ModeOverride | None:
         """The manual override in force at ``at``: one of the count comes before one of the mode."""
         for chosen in (self.set_count, self.set_mode):
             if chosen is None or chosen.ended(at) or chosen.mode not in self.spec.modes:
@@ -141,7 +141,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """``mode`` of the desired revision with ``count`` replicas, by default its lowest count, min 1."""
         return DesiredMode.of(self.spec, mode, self.aim.generation, count)
 
-    def toward(self, aim: DesiredMode, now: float, *, gap: bool = False) -> Target:
+    def toward(self, aim: DesiredMode, now: float, *, gap: bool = False) -> ModelTarget:
         """Set ``aim``; roll back to what served before if it fails.
 
         What served is the current aim once it was reached, else its own fallback. Another count of the same
@@ -155,12 +155,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         ends_at, waits = self.ends_at if gap and same else None, same and self.waits
         return self._aimed(aim, since, fallback=back, gap=gap, ends_at=ends_at, waits=waits)
 
-    def _aimed(self, aim: DesiredMode, since: float, **rest: Any) -> Target:
+    def _aimed(self, aim: DesiredMode, since: float, **rest: Any) -> ModelTarget:
         """A new aim that was not reached yet."""
         unreached = {"settled": False, "fallback": None, "ends_at": None, "waits": False, "note": ""}
         return replace(self, aim=aim, since=since, **unreached | rest)
 
-    def waiting(self, waits: bool, now: float) -> Target:
+    def waiting(self, waits: bool, now: float) -> ModelTarget:
         """Wait for other layers to drain, or no longer: only then the start begins."""
         return replace(self, waits=waits, drained_at=now)
 
@@ -168,7 +168,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """For how many seconds it could start. The drain before, as long as requests run, does not count."""
         return 0.0 if self.waits else now - max(self.since, self.drained_at)
 
-    def back(self, note: str, now: float) -> Target:
+    def back(self, note: str, now: float) -> ModelTarget:
         """Roll back to the fallback, and remember the configuration or mode that failed.
 
         Manual overrides of a mode that failed end.
@@ -184,12 +184,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         failed = {name: None for name, chosen in overrides.items() if chosen and chosen.mode == mode}
         return replace(target, barred=self.barred | {mode: block}, **failed)
 
-    def reached(self) -> Target:
+    def reached(self) -> ModelTarget:
         """The desired state was reached: the fallback and the block of its mode are dropped."""
         barred = {mode: barred for mode, barred in self.barred.items() if mode != self.aim.mode}
         return replace(self, settled=True, fallback=None, gap=False, ends_at=None, waits=False, barred=barred)
 
-    def adopting(self, spec: ModelSpec, now: float) -> Target:
+    def adopting(self, spec: ModelSpec, now: float) -> ModelTarget:
         """Take ``spec`` as the configuration: a new generation unless one in use makes its engines.
 
         The count is clamped to the bounds of the mode; a removed mode is replaced by the first one.
@@ -209,7 +209,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the weights of the desired revision are resolved, where its engine has any."""
         return self.spec.engine is not EngineKind.VLLM or self.aim.generation in self.weights
 
-    def with_weights(self, found: Weights, now: float, *, others_run: bool) -> Target:
+    def with_weights(self, found: ResolvedWeights, now: float, *, others_run: bool) -> ModelTarget:
         """Use the weights ``found``, in a new revision where replicas with others run (``others_run``)."""
         aim, target = self.aim, self
         if others_run:
@@ -218,7 +218,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             target = replace(self, specs=specs).toward(aim, now)
         return replace(target, weights=self.weights | {aim.generation: found})
 
-    def keep_weights(self, generations: Collection[int]) -> Target:
+    def keep_weights(self, generations: Collection[int]) -> ModelTarget:
         """Forget the weights of all other revisions: their source may have changed."""
         kept = {number: weights for number, weights in self.weights.items() if number in generations}
         return replace(self, weights=kept)
@@ -229,7 +229,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             return True
         return key.generation in self.generations and key.shape in used_shapes(self.specs[key.generation])
 
-    def pruned(self, layers: Collection[LayerKey]) -> Target:
+    def pruned(self, layers: Collection[LayerKey]) -> ModelTarget:
         """Forget configurations and shapes that are no longer used."""
         in_use = self.generations | {key.generation for key in layers}
         specs = {}
@@ -247,7 +247,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, specs=specs).keep_weights(specs)
 
 
-class Targets:
+class ModelTargets:
     """All targets, saved at each change.
 
     A target that cannot be saved applies all the same, and is ``unsaved`` until the disk takes it: only a
@@ -261,9 +261,9 @@ class Targets:
         self._all = self._read()
         self.unsaved = False
 
-    def _read(self) -> dict[str, Target]:
+    def _read(self) -> dict[str, ModelTarget]:
         try:
-            return self._state.load(self._path, dict[str, Target]) or {}
+            return self._state.load(self._path, dict[str, ModelTarget]) or {}
         except msgspec.DecodeError as error:
             # Written by another version. Targets are made of the running replicas, the file is kept.
             aside = self._path.with_suffix(".unreadable")
@@ -275,7 +275,7 @@ class Targets:
         """The models, in the order in which they were first wanted."""
         return tuple(self._all)
 
-    def get(self, model: str) -> Target:
+    def get(self, model: str) -> ModelTarget:
         """The target of ``model``; raises :class:`policy.errors.TargetError` if it has none."""
         try:
             return self._all[model]
@@ -284,7 +284,7 @@ class Targets:
                 f"no model is called {model!r}; this deployment has {', '.join(self._all)}"
             ) from None
 
-    def put(self, model: str, target: Target) -> None:
+    def put(self, model: str, target: ModelTarget) -> None:
         """Set and save."""
         self._all[model] = target
         self.save()
@@ -307,17 +307,17 @@ class Targets:
             self.unsaved = True
 
 
-def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Target:
+def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> ModelTarget:
     """The first target of a model: its first mode at its lowest count, min 1.
 
     Its generation is above those that are ``held``, which are of another configuration.
     """
     generation = 1 + max((key.generation for key in held if key.model == spec.name), default=0)
     aim = DesiredMode.of(spec, spec.first_mode, generation)
-    return Target(aim=aim, since=now, created=now, specs={generation: built_shapes(spec, {})})
+    return ModelTarget(aim=aim, since=now, created=now, specs={generation: built_shapes(spec, {})})
 
 
-def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> Target | None:
+def found_target(spec: ModelSpec, held: Mapping[LayerKey, ActuatorLayer], now: float) -> ModelTarget | None:
     """A target that matches the running replicas, for a controller whose targets were lost."""
     running = [
         (layer.wanted, key)
@@ -333,7 +333,7 @@ def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> 
     mode = next((name for name, mode in spec.modes.items() if mode.shape == key.shape), spec.first_mode)
     aim = DesiredMode(mode=mode, shape=key.shape, count=count, generation=key.generation)
     built = built_shapes(spec, {key.shape: spec.shapes[key.shape]})
-    return Target(aim=aim, since=now, created=now, specs={key.generation: built})
+    return ModelTarget(aim=aim, since=now, created=now, specs={key.generation: built})
 
 
 def wanted_models(deployment: Deployment) -> list[ModelSpec]:

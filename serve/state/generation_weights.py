@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from policy.config.deployment import Deployment
 from policy.errors import ModelUnavailable, SwitchRefused
-from serve.host.weight_verification import Resolver, Weights
-from serve.state.desired_state import Target
+from serve.host.weight_verification import ResolvedWeights, WeightsResolver
+from serve.state.desired_state import ModelTarget
 from serve.state.observed_state import ObservedState
-from store.model_weights.prepare import Origin
+from store.model_weights.prepare import WeightsOrigin
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class GenerationWeights:
     """
 
     observed: ObservedState
-    resolver: Resolver
+    resolver: WeightsResolver
     event: Callable[[str], None]
     _applied: set[str] = field(default_factory=set, init=False)
 
@@ -31,13 +31,17 @@ class GenerationWeights:
         self.resolver.forget(model)
         self._applied.add(model)
 
-    def pending(self, target: Target) -> bool:
+    def pending(self, target: ModelTarget) -> bool:
         """Whether the weights of ``target`` are still to be resolved."""
         known = target.weights.get(target.aim.generation)
-        again = known is not None and known.origin is Origin.DIRECTORY and target.spec.name in self._applied
+        again = (
+            known is not None
+            and known.origin is WeightsOrigin.DIRECTORY
+            and target.spec.name in self._applied
+        )
         return again or not target.weights_known
 
-    def resolve(self, target: Target, deployment: Deployment, now: float) -> Target:
+    def resolve(self, target: ModelTarget, deployment: Deployment, now: float) -> ModelTarget:
         """``target`` with the weights of its desired generation; unchanged while they are not known.
 
         A failure is an event, and is tried again. If nothing can be deployed without the weights, it counts
@@ -65,7 +69,7 @@ class GenerationWeights:
             self.event(str(refused))
             return target
 
-    def _others_run(self, target: Target, known: Weights | None, found: Weights) -> bool:
+    def _others_run(self, target: ModelTarget, known: ResolvedWeights | None, found: ResolvedWeights) -> bool:
         """Whether replicas of the desired generation have other weights than ``found``."""
         if known is not None:
             return known != found

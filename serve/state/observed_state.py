@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from policy.config.deployment import Budget, Deployment
+from policy.config.deployment import Deployment, ResourceBudget
 from policy.config.shared_gpus import GpuGroup, gpu_group_of
 from policy.scaling.awake_engines import is_prepared
 from policy.scaling.budget_resources import Resources, summed
@@ -18,8 +18,8 @@ from policy.scaling.reconcile_steps import MAX_FAILURES, Layer, LayerKey, closes
 from policy.scaling.start_times import StartTimes
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
-from serve.actuator.interface import Held
-from serve.state.desired_state import Target, Targets
+from serve.actuator.interface import ActuatorLayer
+from serve.state.desired_state import ModelTarget, ModelTargets
 from serve.state.replica_registry import ReplicaRegistry
 
 # How long the cluster may take to place a waiting replica once another has left, and to say so.
@@ -41,10 +41,10 @@ class ObservedState:
     """
 
     registry: ReplicaRegistry
-    targets: Targets
+    targets: ModelTargets
     drain_s: Callable[[str], float] = lambda model: 0.0
     starts: StartTimes = field(default_factory=StartTimes, init=False)
-    held: Mapping[LayerKey, Held] = field(default_factory=dict, init=False)
+    held: Mapping[LayerKey, ActuatorLayer] = field(default_factory=dict, init=False)
     _failed: dict[LayerKey, _FailedStarts] = field(default_factory=dict, init=False)
     _start_s: dict[LayerKey, float] = field(default_factory=dict, init=False)
     # The last heartbeat of any replica, and of one that left, by model.
@@ -140,7 +140,7 @@ class ObservedState:
         held = self.held.get(key)
         return held.trouble or held.waits if held else ""
 
-    def model(self, target: Target, budget: Budget) -> ObservedModel:
+    def model(self, target: ModelTarget, budget: ResourceBudget) -> ObservedModel:
         """The model of ``target``: what is desired, what it has, and what the others hold of the budget."""
         name = target.spec.name
         others = [self.footprint(other) for other in self.targets.names() if other != name]
@@ -157,7 +157,7 @@ class ObservedState:
             gap=target.gap,
         )
 
-    def planned(self, proposed: Target, deployment: Deployment) -> Target:
+    def planned(self, proposed: ModelTarget, deployment: Deployment) -> ModelTarget:
         """``proposed`` with what its switch takes: a moment without replicas, which the queue can hold.
 
         Raises :class:`policy.errors.SwitchRefused` when the queue cannot.
@@ -170,7 +170,7 @@ class ObservedState:
         gap = model.check_gap(start_s, drain_s, deployment.gateway.queue_timeout_s)
         return replace(proposed, gap=gap, ends_at=proposed.since + most_s if gap else None)
 
-    def closes_s(self, target: Target, at: float) -> float:
+    def closes_s(self, target: ModelTarget, at: float) -> float:
         """In how many seconds the replicas of other layers drain for ``target``; 0 if they may at once.
 
         When the last of the running requests is expected to end, within the drain timeout of the switch.
@@ -180,7 +180,7 @@ class ObservedState:
         most_s = target.spec.control.mode.drain_timeout_s
         return closes_s(target.ends_at - at, most_s, self.drain_s(target.spec.name))
 
-    def waits_for_drain(self, target: Target, at: float) -> bool:
+    def waits_for_drain(self, target: ModelTarget, at: float) -> bool:
         """Whether nothing of ``target`` starts yet because replicas of other layers drain or are about to."""
         if self.layer(target.key()).starting:
             return False
@@ -188,11 +188,11 @@ class ObservedState:
         closing = self.closes_s(target, at) > 0 and any(layer.ready for layer in others)
         return closing or any(layer.draining for layer in others)
 
-    def start_timeout_s(self, target: Target) -> float:
+    def start_timeout_s(self, target: ModelTarget) -> float:
         """How long the layer of ``target`` may take until its replicas are ready."""
         return target.spec.control.start_timeout_s * len(self._started_in_turn(target))
 
-    def _started_in_turn(self, target: Target) -> list[LayerKey]:
+    def _started_in_turn(self, target: ModelTarget) -> list[LayerKey]:
         """The layers that start one after the other for ``target``: all of a shared GPU group that is new."""
         key, group = target.key(), _groups(target).get(target.aim.generation)
         placed = key in self.held and self.held[key].sleeps
@@ -200,7 +200,7 @@ class ObservedState:
             return [key]
         return [LayerKey(key.model, shape, key.generation) for shape in group.engines]
 
-    def _footprints(self, target: Target) -> dict[LayerKey, Resources]:
+    def _footprints(self, target: ModelTarget) -> dict[LayerKey, Resources]:
         """What one replica takes, for every layer that ``target`` knows or that still runs."""
         model = target.spec.name
         known = {
@@ -218,7 +218,7 @@ class ObservedState:
         return held_by(self.layers(model), self._footprints(target), groups)
 
 
-def _groups(target: Target) -> dict[int, GpuGroup]:
+def _groups(target: ModelTarget) -> dict[int, GpuGroup]:
     """The shared GPU groups of ``target`` by generation."""
     groups = {generation: gpu_group_of(spec) for generation, spec in target.specs.items()}
     return {generation: group for generation, group in groups.items() if group is not None}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import Fleet, Model, Replica, ReplicaPhase
+from policy.types import FleetSnapshot, Model, Replica, ReplicaPhase
 from serve.state.versioned_watch import Revision
 
 # Hosts send two heartbeats a second. A silent one is probed before it is removed, so that a busy machine
@@ -102,10 +102,10 @@ class ReplicaRegistry:
         """The layers of which ``model`` has replicas."""
         return {LayerKey.of(e.replica) for e in self._entries.values() if e.replica.model == model}
 
-    def fleet(self, now: float) -> Fleet:
+    def fleet(self, now: float) -> FleetSnapshot:
         """The snapshot of this instant, loads included."""
         replicas = tuple(sorted((e.replica for e in self._entries.values()), key=lambda r: r.id))
-        return Fleet(
+        return FleetSnapshot(
             epoch=self._epoch, version=self.revision.number, at=now, models=self._models, replicas=replicas,
             term=self._term,
         )  # fmt: skip

@@ -20,9 +20,9 @@ from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
 from sim.arrivals import Arrival
 from sim.charts import figure_style as charts
-from sim.results.chart_series import Dwell, chart_data
-from sim.results.run_summary import PolicyEntry, Summary, summarise
-from sim.simulator.run_record import HOUR_S, Floats, Record
+from sim.results.chart_series import ModeInterval, chart_data
+from sim.results.run_summary import PolicyEntry, RunSummary, summarise
+from sim.simulator.run_record import HOUR_S, Floats, RunRecord
 
 # The name of the deployment that switches by load; the others have the name of their mode.
 BY_LOAD = "by_load"
@@ -30,11 +30,11 @@ BY_LOAD = "by_load"
 WINDOW_S = 60.0
 
 # Runs one deployment with a seed; the callback gets the simulated seconds as they pass.
-Play = Callable[[PolicyEntry, Iterable[Arrival], int, Callable[[float], None]], Record]
+Play = Callable[[PolicyEntry, Iterable[Arrival], int, Callable[[float], None]], RunRecord]
 
 
 class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One deployment, the mean over all seeds; quantiles as in :class:`sim.results.run_summary.Summary`.
+    """One deployment, the mean over all seeds; quantiles as in :class:`sim.results.run_summary.RunSummary`.
 
     ``switches`` is the maximum over the seeds.
     """
@@ -50,17 +50,17 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ModeTrial:
     """One deployment with one seed, which lasted until ``ends_at``.
 
     ``curve`` is the goodput in requests per second by window of :data:`WINDOW_S`, ``stays`` the modes over
     time.
     """
 
-    summary: Summary
+    summary: RunSummary
     ends_at: float
     curve: Floats
-    stays: tuple[Dwell, ...]
+    stays: tuple[ModeInterval, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ModeBenchmark:
     """All trials by deployment, :data:`BY_LOAD` first, in the order of ``seeds``."""
 
     seeds: tuple[int, ...]
-    trials: Mapping[str, tuple[Trial, ...]]
+    trials: Mapping[str, tuple[ModeTrial, ...]]
 
     @property
     def gains(self) -> tuple[float, ...]:
@@ -121,7 +121,7 @@ def compare(
     ``progress`` gets the simulated seconds of each over all seeds. Raises :class:`policy.errors.ConfigError`
     as :func:`fixed_mode` does.
     """
-    trials: dict[str, list[Trial]] = {}
+    trials: dict[str, list[ModeTrial]] = {}
     for contender in (ours._replace(name=BY_LOAD), *fixed_mode(ours.deployment)):
         row = trials[contender.name] = []
         for seed in seeds:
@@ -134,15 +134,15 @@ def compare(
     return ModeBenchmark(tuple(seeds), {name: tuple(row) for name, row in trials.items()})
 
 
-def _trial(record: Record) -> Trial:
+def _trial(record: RunRecord) -> ModeTrial:
     (picture,) = chart_data(record)
     (requests,) = record.requests.values()
     count = int(record.ends_at // WINDOW_S) + 1
     met = np.bincount((requests.at[requests.met] // WINDOW_S).astype(np.int64), minlength=count)
-    return Trial(summarise(record), record.ends_at, met / WINDOW_S, picture.stays)
+    return ModeTrial(summarise(record), record.ends_at, met / WINDOW_S, picture.stays)
 
 
-def _figures(trials: Sequence[Trial]) -> ModeResult:
+def _figures(trials: Sequence[ModeTrial]) -> ModeResult:
     summaries = [trial.summary for trial in trials]
     hours = sum(trial.ends_at for trial in trials) / HOUR_S
 
@@ -162,7 +162,7 @@ WIDTH, HEIGHT = 760, 330
 
 
 @charts.styled
-def curves(title: str, trials: Mapping[str, Trial]) -> str:
+def curves(title: str, trials: Mapping[str, ModeTrial]) -> str:
     """The SVG: goodput over time in one trial of each deployment; the first, by load, is on top."""
     first = next(iter(trials.values()))
     figure = charts.new_figure(WIDTH, HEIGHT, title)

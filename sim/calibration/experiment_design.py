@@ -6,8 +6,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from policy.engine.batch_scheduler import Request, Scheduler
-from policy.engine.performance_model import EngineModel, Limits, Slo
+from policy.engine.batch_scheduler import BatchScheduler, EngineRequest
+from policy.engine.performance_model import BatchLimits, EngineModel, MeanLatencySlo
 
 # The most points, and of how many one is held out.
 POINTS = 16
@@ -22,10 +22,10 @@ _SHORTEST = 16
 # The usable fraction of KV cache and context: prompts turn out a little longer than planned.
 _ROOM = 0.8
 SHORTEST_S = 1.0
-ANY = Slo()
+ANY = MeanLatencySlo()
 
 
-class Point(NamedTuple):
+class CalibrationPoint(NamedTuple):
     """``concurrency`` closed-loop clients per replica with requests of these token counts.
 
     A point that is ``held`` out takes no part in the fit.
@@ -45,11 +45,13 @@ class Point(NamedTuple):
 class PlannedPoints(NamedTuple):
     """Load points in the order in which they are driven, each for ``point_s`` seconds."""
 
-    points: list[Point]
+    points: list[CalibrationPoint]
     point_s: float
 
 
-def share_time(plan: Callable[[float], list[Point]], seconds: float, between_s: float) -> PlannedPoints:
+def share_time(
+    plan: Callable[[float], list[CalibrationPoint]], seconds: float, between_s: float
+) -> PlannedPoints:
     """The points of ``plan`` for the duration of each, so that all share ``seconds``.
 
     Fewer points last longer, which makes more points possible. ``between_s`` seconds pass after each.
@@ -63,8 +65,14 @@ def share_time(plan: Callable[[float], list[Point]], seconds: float, between_s: 
 
 
 def plan_points(
-    model: EngineModel, limits: Limits, *, max_model_len: int, bound: int, point_s: float, slo: Slo = ANY
-) -> list[Point]:
+    model: EngineModel,
+    limits: BatchLimits,
+    *,
+    max_model_len: int,
+    bound: int,
+    point_s: float,
+    slo: MeanLatencySlo = ANY,
+) -> list[CalibrationPoint]:
     """At most :data:`POINTS` points for a replica that ``model`` roughly describes.
 
     ``bound`` is the replica's concurrency limit, ``point_s`` the seconds per point; only a single client may
@@ -74,7 +82,7 @@ def plan_points(
     """
     longest = max(_SHORTEST, int(_ROOM * max_model_len) - _OUTPUTS[1])
     middle = round((_SHORTEST * longest) ** 0.5)
-    found: list[Point] = []
+    found: list[CalibrationPoint] = []
     for length in sorted({_SHORTEST, middle, longest}):
         fitting = [
             point
@@ -96,7 +104,7 @@ def _counts(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length() - 1)] + [most]
 
 
-def _within(model: EngineModel, limits: Limits, slo: Slo, clients: int, length: int) -> bool:
+def _within(model: EngineModel, limits: BatchLimits, slo: MeanLatencySlo, clients: int, length: int) -> bool:
     """Whether the clients are served within ``slo`` even if all their prompts arrive at once."""
     step_s = model.step_time(clients, clients * length, clients)
     return (
@@ -104,17 +112,19 @@ def _within(model: EngineModel, limits: Limits, slo: Slo, clients: int, length: 
     )
 
 
-def _point(model: EngineModel, limits: Limits, clients: int, length: int, point_s: float) -> Point | None:
+def _point(
+    model: EngineModel, limits: BatchLimits, clients: int, length: int, point_s: float
+) -> CalibrationPoint | None:
     """The longest answers whose rounds end in time; ``None`` where the shortest do not fit."""
     step_s = model.step_time(clients, clients * length, clients)
     prefill_s = model.prefill_s(clients * length, limits.max_num_batched_tokens)
     outputs = min(int((_ROUND * point_s - prefill_s) / step_s), _OUTPUTS[1])
     if outputs < _OUTPUTS[0] or clients * (length + outputs) > _ROOM * limits.kv_tokens:
         return None
-    return Point(clients, length, outputs)
+    return CalibrationPoint(clients, length, outputs)
 
 
-def _thinned(points: list[Point], most: int) -> list[Point]:
+def _thinned(points: list[CalibrationPoint], most: int) -> list[CalibrationPoint]:
     """At most ``most`` points, evenly spaced, with the first and the last."""
     if len(points) <= most:
         return points
@@ -125,7 +135,7 @@ def _thinned(points: list[Point], most: int) -> list[Point]:
 APART_S = 1e-3
 
 
-class Latency(NamedTuple):
+class RequestLatency(NamedTuple):
     """One finished request: TTFT and mean ITL in seconds."""
 
     ttft_s: float
@@ -133,18 +143,18 @@ class Latency(NamedTuple):
 
 
 def closed_loop(
-    model: EngineModel, limits: Limits, point: Point, seconds: float, path_s: float = 0.0
-) -> list[Latency]:
+    model: EngineModel, limits: BatchLimits, point: CalibrationPoint, seconds: float, path_s: float = 0.0
+) -> list[RequestLatency]:
     """The requests that end within ``seconds`` of a point, in order of completion.
 
     ``path_s`` is the round trip to the engine: a next request misses the step that begins when the one before
     it ends.
     """
-    scheduler = Scheduler(model, limits)
+    scheduler = BatchScheduler(model, limits)
     coming = [(path_s / 2 + APART_S * client, client) for client in range(point.concurrency)]
     began: dict[str, float] = {}
     first: dict[str, float] = {}
-    found: list[Latency] = []
+    found: list[RequestLatency] = []
     now, number = 0.0, 0
     while now < seconds:
         if not scheduler.running and not scheduler.waiting:
@@ -152,7 +162,7 @@ def closed_loop(
         while coming and coming[0][0] <= now:
             at, _ = heappop(coming)
             began[str(number)] = at
-            scheduler.submit(Request(str(number), point.input_tokens, point.output_tokens))
+            scheduler.submit(EngineRequest(str(number), point.input_tokens, point.output_tokens))
             number += 1
         step = scheduler.step()
         now += step.duration_s
@@ -161,7 +171,7 @@ def closed_loop(
         for place, name in enumerate(step.finished):
             if now + path_s / 2 <= seconds:
                 itl_s = (now - first[name]) / max(point.output_tokens - 1, 1)
-                found.append(Latency(first[name] - began[name] + path_s, itl_s))
+                found.append(RequestLatency(first[name] - began[name] + path_s, itl_s))
             del began[name]
             heappush(coming, (now + path_s + APART_S * place, number))
     return found

@@ -9,12 +9,12 @@ import msgspec
 
 from policy.engine.least_squares import fit, with_knee
 from policy.engine.online_calibration import KNEES, MIN_SAMPLES, median, slowness
-from policy.engine.performance_model import EngineModel, Limits
-from policy.engine.performance_model_file import Errors, Measure, PointResult
+from policy.engine.performance_model import BatchLimits, EngineModel
+from policy.engine.performance_model_file import FitErrors, MeasuredAndPredicted, PointResult
 from policy.engine.step_samples import Region, StepSample
 from policy.errors import PreconditionFailed
 from policy.stats.quantiles import interpolated
-from sim.calibration.experiment_design import Latency, Point, closed_loop
+from sim.calibration.experiment_design import CalibrationPoint, RequestLatency, closed_loop
 
 # The largest errors on held-out points of a model that can be trusted.
 MOST_ITL_ERROR = 0.10
@@ -26,13 +26,13 @@ STALL = 2.0
 MOST_ALLREDUCE = 0.5
 
 
-class Observation(NamedTuple):
+class LoadPointObservation(NamedTuple):
     """The measurement of a load point over ``seconds``: engine steps, and finished requests."""
 
-    point: Point
+    point: CalibrationPoint
     seconds: float
     samples: Sequence[StepSample]
-    latencies: Sequence[Latency]
+    latencies: Sequence[RequestLatency]
 
     @property
     def steps(self) -> int:
@@ -44,12 +44,12 @@ class FitResult(NamedTuple):
 
     model: EngineModel
     path_s: float
-    error: Errors
+    error: FitErrors
     points: tuple[PointResult, ...]
     note: str
 
 
-def fit_model(seen: Sequence[Observation], prior: EngineModel, limits: Limits) -> FitResult:
+def fit_model(seen: Sequence[LoadPointObservation], prior: EngineModel, limits: BatchLimits) -> FitResult:
     """Fit the steps of all points but the held-out ones, and compare the result with the latter.
 
     ``prior`` is the assumed engine model. Raises :class:`policy.errors.PreconditionFailed` for too few
@@ -68,7 +68,7 @@ def initial_guess(samples: Sequence[StepSample], prior: EngineModel) -> EngineMo
     return _fit(loads, prior) if len(loads) > COEFFICIENTS else prior.faster(1.0 / slowness(prior, loads))
 
 
-def _model(seen: Sequence[Observation], prior: EngineModel) -> EngineModel:
+def _model(seen: Sequence[LoadPointObservation], prior: EngineModel) -> EngineModel:
     loads = [load for each in seen for load in _loads(each.samples, prior)]
     if len(loads) <= COEFFICIENTS:
         raise PreconditionFailed(
@@ -128,7 +128,7 @@ def _mean(region: Sequence[StepSample], model: EngineModel) -> StepSample:
     return msgspec.structs.replace(middle, seconds=middle.seconds * mean)
 
 
-def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> float:
+def _path_s(seen: Sequence[LoadPointObservation], model: EngineModel, limits: BatchLimits) -> float:
     """The round trip that a single client sees beside the engine's steps: the median over those points."""
     beside = []
     for each in seen:
@@ -139,7 +139,9 @@ def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> 
     return max(0.0, interpolated(beside, 0.5)) if beside else 0.0
 
 
-def _result(each: Observation, model: EngineModel, limits: Limits, path_s: float) -> PointResult:
+def _result(
+    each: LoadPointObservation, model: EngineModel, limits: BatchLimits, path_s: float
+) -> PointResult:
     predicted = closed_loop(model, limits, each.point, each.seconds, path_s)
     return PointResult(
         concurrency=each.point.concurrency,
@@ -155,7 +157,9 @@ def _result(each: Observation, model: EngineModel, limits: Limits, path_s: float
     )
 
 
-def _errors(seen: Sequence[Observation], points: Sequence[PointResult], model: EngineModel) -> Errors:
+def _errors(
+    seen: Sequence[LoadPointObservation], points: Sequence[PointResult], model: EngineModel
+) -> FitErrors:
     off = [
         abs(model.step_time(sample.tokens, sample.kv_tokens, sample.running) / sample.seconds - 1.0)
         for each in seen
@@ -168,7 +172,7 @@ def _errors(seen: Sequence[Observation], points: Sequence[PointResult], model: E
     ttft = [point.ttft_p90.error for point in held if point.ttft_p90 is not None]
     if not off or not itl or not ttft:
         raise PreconditionFailed("no request ended at a load point that was held out: calibrate for longer")
-    return Errors(
+    return FitErrors(
         points=len(itl),
         step_p50=interpolated(off, 0.5),
         step_p90=interpolated(off, 0.9),
@@ -177,14 +181,14 @@ def _errors(seen: Sequence[Observation], points: Sequence[PointResult], model: E
     )
 
 
-def _note(error: Errors) -> str:
+def _note(error: FitErrors) -> str:
     limits = (("ITL p50", error.itl_p50, MOST_ITL_ERROR), ("TTFT p90", error.ttft_p90, MOST_TTFT_ERROR))
     beyond = [f"{name} by {off:.0%} (at most {most:.0%} is good)" for name, off, most in limits if off > most]
     text = f"off at load points that were held out: {', '.join(beyond)}; plan with more headroom"
     return text if beyond else ""
 
 
-def _measure(live: Sequence[float], predicted: Sequence[float], part: float) -> Measure | None:
+def _measure(live: Sequence[float], predicted: Sequence[float], part: float) -> MeasuredAndPredicted | None:
     if not live or not predicted:
         return None
-    return Measure(measured=interpolated(live, part), predicted=interpolated(predicted, part))
+    return MeasuredAndPredicted(measured=interpolated(live, part), predicted=interpolated(predicted, part))

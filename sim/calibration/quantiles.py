@@ -12,7 +12,7 @@ from sim.charts.figure_style import COLOURS, LIMIT, add_axes, log_axis, new_figu
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
-class Pair(msgspec.Struct, frozen=True):
+class QuantilePair(msgspec.Struct, frozen=True):
     """One quantile in seconds, ``live`` and in the simulator, with its signed relative ``error``."""
 
     live: float
@@ -20,19 +20,19 @@ class Pair(msgspec.Struct, frozen=True):
     error: float
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Quantiles by measure and name, and the numbers of requests served ``live`` and in the simulator."""
 
     live: int
     simulated: int
-    quantiles: dict[str, dict[str, Pair]]
+    quantiles: dict[str, dict[str, QuantilePair]]
 
 
 def compare(
     live: Mapping[str, Sequence[float]], simulated: Mapping[str, Sequence[float]]
-) -> dict[str, dict[str, Pair]]:
+) -> dict[str, dict[str, QuantilePair]]:
     """The quantiles of each measure; one without values on either side is left out."""
-    found: dict[str, dict[str, Pair]] = {}
+    found: dict[str, dict[str, QuantilePair]] = {}
     for measure in live:
         one, other = known(live[measure]), known(simulated[measure])
         if one.size and other.size:
@@ -49,9 +49,9 @@ def known(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.sort(given[~np.isnan(given)])
 
 
-def _pair(live: float, simulated: float) -> Pair:
+def _pair(live: float, simulated: float) -> QuantilePair:
     # Below the clock resolution of a microsecond.
-    return Pair(live, simulated, simulated / live - 1.0 if live > 1e-6 else 0.0)
+    return QuantilePair(live, simulated, simulated / live - 1.0 if live > 1e-6 else 0.0)
 
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 260, 220, 70, 70, 80

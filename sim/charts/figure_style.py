@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-from sim.results.chart_series import Dwell, clock
+from sim.results.chart_series import ModeInterval, clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,7 +132,7 @@ def log_axis(axes: Axes, low: float, high: float, unit: Callable[[float], str] =
     axes.minorticks_off()
 
 
-def tint(axes: Axes, dwells: Sequence[Dwell], modes: Sequence[str], colours: Sequence[str]) -> None:
+def tint(axes: Axes, dwells: Sequence[ModeInterval], modes: Sequence[str], colours: Sequence[str]) -> None:
     """Tint the time spent in each mode; the group ``dwell-N`` of the SVG is the N-th of ``dwells``."""
     for i, dwell in enumerate(dwells):
         colour = colours[modes.index(dwell.mode) % len(colours)]
@@ -140,7 +140,7 @@ def tint(axes: Axes, dwells: Sequence[Dwell], modes: Sequence[str], colours: Seq
         span.set_gid(f"dwell-{i}")
 
 
-def name_mode(axes: Axes, dwell: Dwell) -> None:
+def name_mode(axes: Axes, dwell: ModeInterval) -> None:
     """Write the name of the mode above the axes, where the dwell starts."""
     axes.annotate(
         dwell.mode,
@@ -171,7 +171,7 @@ def _shortened(attribute: str) -> str:
 LABELS, PANEL, TOP, ROW = 170, 230, 66, 22
 
 
-class Panel(NamedTuple):
+class ChartPanel(NamedTuple):
     """One number of all contenders, NaN where one has none, on a scale of its own that begins at 0.
 
     ``bound`` is drawn as a line if it is more than 0; ``ranges`` are the lowest and highest measurements.
@@ -184,7 +184,7 @@ class Panel(NamedTuple):
 
 
 @styled
-def bars(title: str, names: Sequence[str], panels: Sequence[Panel], ours: Collection[str] = ()) -> str:
+def bars(title: str, names: Sequence[str], panels: Sequence[ChartPanel], ours: Collection[str] = ()) -> str:
     """The SVG; ``ours`` (without any, the first) of ``names`` have their own colour."""
     figure = new_figure(LABELS + PANEL * len(panels), TOP + ROW * len(names) + 16, title)
     colours = [COLOURS[0] if name in (ours or names[:1]) else OTHER for name in names]

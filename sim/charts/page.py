@@ -12,9 +12,19 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 from policy.config.control import SloConfig
-from sim.charts.comparison_table import describe_bounds, figures
-from sim.charts.time_series_chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
-from sim.results.chart_series import ChartData, Series
+from sim.charts.comparison_table import comparison_rows, describe_bounds
+from sim.charts.time_series_chart import (
+    LEFT,
+    MODES,
+    RIGHT,
+    WIDTH,
+    Chart,
+    ChartLine,
+    common_span,
+    draw,
+    hovered,
+)
+from sim.results.chart_series import ChartData, QuantileSeries
 from sim.results.run_summary import PolicyComparison
 
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -58,7 +68,7 @@ def _resource(name: str) -> str:
 def _table(study: PolicyComparison) -> str:
     names = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in study.runs)
     rows = []
-    for figure in figures(study.bounds):
+    for figure in comparison_rows(study.bounds):
         cells = "".join(f"<td>{escape(figure.shown(run.summary))}</td>" for run in study.runs)
         rows.append(f'<tr><th scope="row">{escape(figure.heading)}</th>{cells}</tr>')
     head = f'<thead><tr><th scope="col">policy</th>{names}</tr></thead>'
@@ -95,11 +105,11 @@ def _columns(study: PolicyComparison) -> tuple[list[str], dict[str, Any]]:
 def _charts(picture: ChartData, slo: SloConfig, models: int) -> Sequence[Chart]:
     of = f" of {picture.model}" if models > 1 else ""
 
-    def chart(key: str, title: str, unit: str, *lines: Line, **more: Any) -> Chart:
+    def chart(key: str, title: str, unit: str, *lines: ChartLine, **more: Any) -> Chart:
         return Chart(f"{picture.model} {key}", title + of, unit, lines, **more)
 
-    def line(name: str, kind: str, values: Any, *, steps: bool = False, filled: bool = False) -> Line:
-        return Line(name, kind, picture.width_s, values, steps=steps or len(values) < FEW, filled=filled)
+    def line(name: str, kind: str, values: Any, *, steps: bool = False, filled: bool = False) -> ChartLine:
+        return ChartLine(name, kind, picture.width_s, values, steps=steps or len(values) < FEW, filled=filled)
 
     return (
         chart("load", "Load", "requests/s", line("arrivals", "a", picture.arrivals, filled=True)),
@@ -136,12 +146,12 @@ def _charts(picture: ChartData, slo: SloConfig, models: int) -> Sequence[Chart]:
     )
 
 
-def _band(band: Series) -> tuple[Line, ...]:
+def _band(band: QuantileSeries) -> tuple[ChartLine, ...]:
     few = len(band.p50) < FEW
     return (
-        Line("p99", "c", band.width_s, band.p99, above=band.p90, steps=few),
-        Line("p90", "b", band.width_s, band.p90, above=band.p50, steps=few),
-        Line("p50", "a", band.width_s, band.p50, steps=few),
+        ChartLine("p99", "c", band.width_s, band.p99, above=band.p90, steps=few),
+        ChartLine("p90", "b", band.width_s, band.p90, above=band.p50, steps=few),
+        ChartLine("p50", "a", band.width_s, band.p50, steps=few),
     )
 
 

@@ -26,7 +26,7 @@ from sim.charts.figure_style import (
     to_svg,
     value_axis,
 )
-from sim.results.chart_series import Annotation, Dwell, clock
+from sim.results.chart_series import ChartAnnotation, ModeInterval, clock
 from sim.simulator.run_record import Floats
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One value per window of ``width_s``; ``kind`` (a..d) is its colour and dash.
 
     ``steps`` hold a value until the next; ``above`` is the lower line of a filled area.
@@ -74,14 +74,14 @@ class Chart:
     key: str
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
     log: bool = False
     whole: bool = False
     limit: float | None = None
     note: str = ""
-    stays: tuple[Dwell, ...] = ()
+    stays: tuple[ModeInterval, ...] = ()
     modes: tuple[str, ...] = ()
-    marks: tuple[Annotation, ...] = ()
+    marks: tuple[ChartAnnotation, ...] = ()
 
     def span(self) -> tuple[float, float]:
         """The least value above 0 and the most."""
@@ -177,7 +177,7 @@ def _tint(axes: Axes, chart: Chart, until: float) -> None:
             name_mode(axes, stay)
 
 
-def _line(axes: Axes, line: Line) -> None:
+def _line(axes: Axes, line: ChartLine) -> None:
     colour, dashes = KINDS[line.kind], DASHES[line.kind]
     style: dict[str, Any] = {
         "color": colour,

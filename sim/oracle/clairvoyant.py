@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policy.scaling.view import Proposal, View
-from sim.oracle.provisioning_problem import ROUNDING, Problem
+from sim.oracle.provisioning_problem import ROUNDING, ProvisioningProblem
 from sim.simulator.run_record import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplicaCountPlan:
     """The replica count from each of the instants ``at`` (seconds) on, starting replicas included.
 
     The first instant is 0. ``replica_s`` are the replica-seconds until ``ends_at``, start-up times included.
@@ -52,7 +52,7 @@ class Plan:
         return max(self.counts[first : max(first + 1, bisect_left(self.at, at + for_s))])
 
 
-def plan_layers(needs: Ints, bin_s: float, lead_s: float) -> Plan:
+def plan_layers(needs: Ints, bin_s: float, lead_s: float) -> ReplicaCountPlan:
     """The cheapest plan that has ``needs`` replicas ready in each bin of ``bin_s`` seconds."""
     changes: Counter[float] = Counter({0.0: 0})
     for layer in range(1, int(needs.max()) + 1):
@@ -62,7 +62,7 @@ def plan_layers(needs: Ints, bin_s: float, lead_s: float) -> Plan:
     ends_at = len(needs) * bin_s
     at = sorted(instant for instant in changes if instant < ends_at)
     counts = np.cumsum([changes[instant] for instant in at])
-    return Plan(
+    return ReplicaCountPlan(
         at=tuple(at),
         counts=tuple(int(count) for count in counts),
         ends_at=ends_at,
@@ -106,7 +106,7 @@ _ROUNDS = 4
 _HIGHEST = 1e9
 
 
-def served_demand(load: Floats, problem: Problem) -> Ints:
+def served_demand(load: Floats, problem: ProvisioningProblem) -> Ints:
     """Replicas needed in each bin for ``load`` (in full replicas), less what may be dropped."""
     whole = np.maximum(np.ceil(load - ROUNDING).astype(np.int64), problem.least)
     if problem.most is not None:
@@ -130,7 +130,7 @@ def served_demand(load: Floats, problem: Problem) -> Ints:
     return _repaired(load, more, fewer, problem)
 
 
-def _at_prices(load: Floats, whole: Ints, problem: Problem, prices: Floats) -> list[Ints]:
+def _at_prices(load: Floats, whole: Ints, problem: ProvisioningProblem, prices: Floats) -> list[Ints]:
     """The needs at each price, in replica-seconds per replica-bin of dropped load."""
     layers = np.arange(problem.least, int(whole.max()))
     left = np.clip(load[:, None] - layers, 0.0, 1.0)
@@ -159,7 +159,7 @@ def _on(left: Floats, bin_s: float, start_s: Floats, prices: Floats) -> NDArray[
     return found
 
 
-def _repaired(load: Floats, more: Ints, fewer: Ints, problem: Problem) -> Ints:
+def _repaired(load: Floats, more: Ints, fewer: Ints, problem: ProvisioningProblem) -> Ints:
     """``more`` without the stretches that ``fewer`` lacks, where they fit and save replica-seconds."""
     needs, cost = more, replica_seconds(more, problem.bin_s, problem.lead_s)
     for layer in range(int(more.max()), problem.least, -1):
@@ -175,7 +175,7 @@ def _repaired(load: Floats, more: Ints, fewer: Ints, problem: Problem) -> Ints:
     return needs
 
 
-def clairvoyant(problem: Problem) -> Plan:
+def clairvoyant(problem: ProvisioningProblem) -> ReplicaCountPlan:
     """The plan; raises :class:`policy.errors.TargetError` where ``most`` replicas cannot serve enough."""
     load = _spread(problem.load, problem.waits)
     needs = served_demand(load, problem)
@@ -184,10 +184,10 @@ def clairvoyant(problem: Problem) -> Plan:
     return plan_layers(needs, problem.bin_s, problem.lead_s)
 
 
-class Clairvoyant:
+class ClairvoyantPolicy:
     """A plan as a scaling policy; the plan begins with the run."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ReplicaCountPlan) -> None:
         self._plan = plan
 
     def decide(self, view: View, memory: Any) -> Proposal:
@@ -211,12 +211,12 @@ PRECISION = 0.0005
 class VerifiedPlan:
     """A ``plan`` whose run met the SLO; ``fluid`` is the fraction of requests that the fluid model serves."""
 
-    plan: Plan
+    plan: ReplicaCountPlan
     attained: float
     fluid: float
 
 
-def verify(problem: Problem, run: Callable[[Plan], float]) -> VerifiedPlan:
+def verify(problem: ProvisioningProblem, run: Callable[[ReplicaCountPlan], float]) -> VerifiedPlan:
     """The plan for ``problem`` with which ``run`` (plan to attainment) attains ``problem.attainment``.
 
     What the fluid drops and what replicas miss at ``mu`` add up, so the fluid may use only a part of the

@@ -24,11 +24,11 @@ from policy.config.control import SloConfig
 from policy.engine.performance_model import Timing
 from policy.wire.capture import BLOCK_TOKENS
 from sim.arrivals import Arrival
-from sim.oracle.provisioning_problem import ROUNDING, Problem
+from sim.oracle.provisioning_problem import ROUNDING, ProvisioningProblem
 from sim.simulator.run_record import Floats
 
 
-class Tokens(NamedTuple):
+class RequestTokens(NamedTuple):
     """Requests as arrays: arrival in seconds, tokens of prompts, of those what is ``new``, and of answers."""
 
     at: Floats
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
     answers: Floats
 
 
-def tokens_of(arrivals: Iterable[Arrival]) -> Tokens:
+def tokens_of(arrivals: Iterable[Arrival]) -> RequestTokens:
     """Read ``arrivals`` once; the last token of a prompt is always computed."""
     rows = []
     seen: set[tuple[str, int]] = set()
@@ -50,10 +50,10 @@ def tokens_of(arrivals: Iterable[Arrival]) -> Tokens:
         seen.update((arrival.adapter, block) for block in arrival.blocks)
         new = max(1, arrival.input_tokens - cached)
         rows.append((arrival.at, arrival.input_tokens, new, arrival.output_tokens))
-    return Tokens(*np.array(rows, dtype=np.float64).reshape(-1, 4).T)
+    return RequestTokens(*np.array(rows, dtype=np.float64).reshape(-1, 4).T)
 
 
-def least_work(timing: Timing, tokens: Tokens) -> Floats:
+def least_work(timing: Timing, tokens: RequestTokens) -> Floats:
     """The least replica-seconds of each request on replicas with that engine model."""
     assert timing.model is not None
     model, limits = timing.model.as_one_device(), timing.limits
@@ -78,8 +78,15 @@ def least_work(timing: Timing, tokens: Tokens) -> Floats:
 
 
 def least_problem(
-    tokens: Tokens, work: Floats, slo: SloConfig, *, since: float, until: float, wait_s: float, shape: Problem
-) -> Problem:
+    tokens: RequestTokens,
+    work: Floats,
+    slo: SloConfig,
+    *,
+    since: float,
+    until: float,
+    wait_s: float,
+    shape: ProvisioningProblem,
+) -> ProvisioningProblem:
     """The problem of the lower bound: ``work`` as demand, in replica-seconds, done until requests must end.
 
     Requests of ``since`` to before ``until`` seconds count. The heaviest may be missed. The others have

@@ -21,14 +21,14 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import block_array, coo_array, diags_array, eye_array
 
-from sim.oracle.provisioning_problem import Problem
+from sim.oracle.provisioning_problem import ProvisioningProblem
 from sim.simulator.run_record import Floats
 
 _INFEASIBLE = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bound:
+class ReplicaTimeBound:
     """``replica_s`` is the least number of replica-seconds, with ``ready`` replicas in each bin.
 
     ``dropped`` are requests, by the bin in which they arrive.
@@ -39,7 +39,7 @@ class Bound:
     dropped: Floats
 
 
-def lower_bound(problem: Problem, lasts_s: float | None = None) -> Bound:
+def lower_bound(problem: ProvisioningProblem, lasts_s: float | None = None) -> ReplicaTimeBound:
     """The optimum; raises :class:`policy.errors.TargetError` where ``most`` replicas cannot serve enough.
 
     A run that may be over after ``lasts_s`` seconds, within the last bin, pays only for that part of the bin.
@@ -77,4 +77,4 @@ def lower_bound(problem: Problem, lasts_s: float | None = None) -> Bound:
     if found.x is None:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
     ready, _, dropped, _ = np.split(found.x, 4)
-    return Bound(float(found.fun), ready, dropped * problem.mu * problem.bin_s)
+    return ReplicaTimeBound(float(found.fun), ready, dropped * problem.mu * problem.bin_s)

@@ -17,15 +17,15 @@ from policy.engine.builtin_profiles import shipped
 from policy.errors import TargetError
 from policy.scaling.budget_resources import ROUNDING
 from sim.arrivals import Arrival
-from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
+from sim.oracle.clairvoyant import ClairvoyantPolicy, ReplicaCountPlan, clairvoyant, verify
 from sim.oracle.least_work import least_problem, least_work, tokens_of
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.provisioning_problem import Problem
+from sim.oracle.provisioning_problem import ProvisioningProblem
 from sim.oracle.replica_capacity import TRIALS, Trials, attained_rate
-from sim.simulator.fault_scenario import Scenario
+from sim.simulator.fault_scenario import FaultScenario
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
-from sim.workload.per_model_load import Load, ModelNames, Survey
+from sim.workload.per_model_load import ModelLoad, ModelNames, TraceLoad
 
 # About the duration of a request; more bins than this take long to solve.
 BIN_S = 10.0
@@ -40,7 +40,7 @@ _FREE = msgspec.convert(
 )
 
 
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+class GpuHourBounds(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-hours of a trace (core-hours without GPUs); ``None`` where unknown.
 
     No plan uses less than ``lower_gpu_hours``; its replicas may be fractions held until the last arrival, and
@@ -56,13 +56,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 def bounds_of(
     deployment: Deployment,
     arrivals: Callable[[], Iterable[Arrival]],
-    surveyed: Survey,
-    scenario: Scenario,
+    surveyed: TraceLoad,
+    scenario: FaultScenario,
     *,
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
     trials: Trials = TRIALS,
-) -> Bounds:
+) -> GpuHourBounds:
     """The bounds of all models together; ``progress`` gets what is tried, in these ``trials``.
 
     Each mode is measured and planned at several capacity factors, each of which takes several runs.
@@ -82,7 +82,7 @@ def bounds_of(
             modes = oracle.modes()
             achievable += oracle.planned_s(modes)
             lower += oracle.least_s(modes)
-    return Bounds(lower_gpu_hours=lower / HOUR_S, achievable_gpu_hours=achievable / HOUR_S)
+    return GpuHourBounds(lower_gpu_hours=lower / HOUR_S, achievable_gpu_hours=achievable / HOUR_S)
 
 
 class _Mode(NamedTuple):
@@ -102,9 +102,9 @@ class _Oracle:
     deployment: Deployment
     spec: ModelSpec
     arrivals: Callable[[], Iterable[Arrival]]
-    load: Load
+    load: ModelLoad
     ends_at: float
-    scenario: Scenario
+    scenario: FaultScenario
     seed: int
     progress: Callable[[str], None]
     trials: Trials
@@ -187,7 +187,7 @@ class _Oracle:
         low, high = max(1, mode.least), mode.most + 1
         while low < high:
             count = (low + high) // 2
-            plan = Plan(at=(0.0,), counts=(count,), ends_at=ends_at, replica_s=count * ends_at)
+            plan = ReplicaCountPlan(at=(0.0,), counts=(count,), ends_at=ends_at, replica_s=count * ends_at)
             if self._attained(mode.name, plan) >= limits.attainment:
                 high = count
             else:
@@ -218,7 +218,7 @@ class _Oracle:
             return math.inf
         return held.plan.replica_s * mode.devices
 
-    def _attained(self, mode: str, plan: Plan) -> float:
+    def _attained(self, mode: str, plan: ReplicaCountPlan) -> float:
         """The fraction of requests within the SLO when the plan is run."""
         control = msgspec.structs.replace(
             self.spec.control,
@@ -229,11 +229,11 @@ class _Oracle:
         modes = {mode: self.spec.modes[mode]}
         only = msgspec.structs.replace(self.spec, modes=modes, mode=mode, control=control)
         alone = msgspec.structs.replace(self.deployment, models=(only,), upstreams=())
-        policies = {only.name: Clairvoyant(plan)}
+        policies = {only.name: ClairvoyantPolicy(plan)}
         record = simulate(alone, policies, self._mine(), scenario=self.scenario, seed=self.seed)
         return float(np.mean(record.requests[only.name].met))
 
-    def _problem(self, mode: _Mode) -> Problem:
+    def _problem(self, mode: _Mode) -> ProvisioningProblem:
         control, scenario = self.spec.control, self.scenario
         default_s = control.assumed_start_s
         starts = [default_s if each is None else each for each in (scenario.cold_s, scenario.cached_s)]
@@ -242,7 +242,7 @@ class _Oracle:
         demand = np.zeros(int(self.ends_at // bin_s) + 1)
         for second, count in self.load.seconds.items():
             demand[second // bin_s] += count
-        return Problem(
+        return ProvisioningProblem(
             demand=demand,
             bin_s=bin_s,
             mu=mode.rate,

@@ -19,7 +19,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Problem:
+class ProvisioningProblem:
     """``demand`` requests arrive in each bin of ``bin_s`` seconds; one replica serves ``mu`` per second.
 
     ``mu`` is the capacity within the SLO (:mod:`sim.oracle.replica_capacity`). A start takes ``lead_s``

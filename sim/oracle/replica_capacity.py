@@ -18,14 +18,14 @@ import numpy as np
 from policy.config.control import ModeSwitchConfig
 from policy.config.deployment import Deployment, Mode, ModelSpec
 from policy.engine.builtin_profiles import max_request_tokens, shipped
-from policy.engine.performance_model import Limits, Workload
+from policy.engine.performance_model import BatchLimits, EngineLoad
 from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static
 from sim.arrivals import Arrival
 from sim.oracle.least_work import tokens_of
 from sim.planning.demand import met_alone
 from sim.simulator.run import simulate
-from sim.workload.per_model_load import Load
+from sim.workload.per_model_load import ModelLoad
 
 
 def rate_attaining(
@@ -91,7 +91,7 @@ def attained_rate(
     mode: str,
     *,
     arrivals: Callable[[], Iterable[Arrival]],
-    load: Load,
+    load: ModelLoad,
     seed: int,
     trials: Trials = TRIALS,
 ) -> float:
@@ -134,7 +134,7 @@ def attained_rate(
         raise
 
 
-def _means(sample: Sequence[Arrival], load: Load, limits: Limits) -> Workload:
+def _means(sample: Sequence[Arrival], load: ModelLoad, limits: BatchLimits) -> EngineLoad:
     """The mean lengths of requests that fit the KV cache; the others are rejected at once.
 
     Of a prompt only what no earlier one of the sample shares takes time and memory of its own.
@@ -150,7 +150,7 @@ def _means(sample: Sequence[Arrival], load: Load, limits: Limits) -> Workload:
         requests = len(held)
         inputs = sum(each.input_tokens for each in held)
         outputs = sum(each.output_tokens for each in held)
-    return Workload(lam=1.0, input_tokens=inputs / requests, output_tokens=outputs / requests)
+    return EngineLoad(lam=1.0, input_tokens=inputs / requests, output_tokens=outputs / requests)
 
 
 def _fixed(deployment: Deployment, spec: ModelSpec, mode: str, count: int) -> Deployment:
@@ -162,7 +162,7 @@ def _fixed(deployment: Deployment, spec: ModelSpec, mode: str, count: int) -> De
     return msgspec.structs.replace(deployment, models=(model,), budget=budget, upstreams=())
 
 
-def _sample(arrivals: Callable[[], Iterable[Arrival]], load: Load) -> Sequence[Arrival]:
+def _sample(arrivals: Callable[[], Iterable[Arrival]], load: ModelLoad) -> Sequence[Arrival]:
     """Requests from all over the trace, or from its middle where they share sessions or prefixes."""
     each = 1 if load.related else max(1, load.requests // SAMPLE)
     first = max(0, (load.requests - SAMPLE) // 2) if load.related else 0

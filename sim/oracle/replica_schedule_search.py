@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.oracle.clairvoyant import Plan, plan_layers, served_demand
-from sim.oracle.provisioning_problem import Problem
+from sim.oracle.clairvoyant import ReplicaCountPlan, plan_layers, served_demand
+from sim.oracle.provisioning_problem import ProvisioningProblem
 from sim.simulator.run_record import Floats, Ints
 
 # The first multiple of ``mu``, and the steps up and down until one attains the target and another does not.
@@ -38,7 +38,7 @@ START_PART, LEAST_PART, MORE = 0.5, 0.3, 1.15
 _BISECTIONS, _CHEAP, _DEAR = 30, 1e-3, 1e5
 
 
-class Judged(NamedTuple):
+class ScheduleEvaluation(NamedTuple):
     """A run of a plan: requests that ``missed`` the SLO by the bin of their arrival, and the two figures that
     the target is about.
     """
@@ -49,26 +49,29 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
+class EvaluatedSchedule:
     """``needs`` ready replicas in each bin, and how they ran; ``mu`` is ``None`` but for fluid plans."""
 
     needs: Ints
-    run: Judged
+    run: ScheduleEvaluation
     mu: float | None = None
 
 
 def search(
-    problem: Problem, run: Callable[[Plan], Judged], runs: int, judged_from: int = 0
-) -> list[Schedule]:
+    problem: ProvisioningProblem,
+    run: Callable[[ReplicaCountPlan], ScheduleEvaluation],
+    runs: int,
+    judged_from: int = 0,
+) -> list[EvaluatedSchedule]:
     """At most ``runs`` schedules that were run, in that order.
 
     The target counts requests from bin ``judged_from`` on. What ``run`` says must agree: with less than the
     target as ``attainment``, some of these requests are ``missed``.
     """
-    tried: list[Schedule] = []
+    tried: list[EvaluatedSchedule] = []
 
-    def ran(needs: Ints, mu: float | None = None) -> Schedule:
-        found = Schedule(needs, run(plan_layers(needs, problem.bin_s, problem.lead_s)), mu)
+    def ran(needs: Ints, mu: float | None = None) -> EvaluatedSchedule:
+        found = EvaluatedSchedule(needs, run(plan_layers(needs, problem.bin_s, problem.lead_s)), mu)
         tried.append(found)
         return found
 
@@ -117,13 +120,13 @@ def _next_factor(low: float, high: float) -> float:
     return math.sqrt(low * high) if low else DOWN * high
 
 
-def _fluid(problem: Problem, factor: float) -> Ints:
+def _fluid(problem: ProvisioningProblem, factor: float) -> Ints:
     """The needs at ``factor`` times ``mu``; the fluid drops half of the allowance, replicas miss the rest."""
     asked = replace(problem, mu=factor * problem.mu, attainment=(1.0 + problem.attainment) / 2)
     return served_demand(asked.load, asked)
 
 
-def _last(problem: Problem, factor: float, needs: Ints, *, up: bool) -> bool:
+def _last(problem: ProvisioningProblem, factor: float, needs: Ints, *, up: bool) -> bool:
     """Whether further steps from ``factor`` have the same needs: one replica at most, or all there are."""
     if up:
         return float(problem.load.max()) <= factor * max(1, problem.least)
@@ -131,11 +134,11 @@ def _last(problem: Problem, factor: float, needs: Ints, *, up: bool) -> bool:
     return bool(np.all((needs >= most) | (problem.demand == 0)))
 
 
-def _same(tried: Sequence[Schedule], needs: Ints) -> Schedule | None:
+def _same(tried: Sequence[EvaluatedSchedule], needs: Ints) -> EvaluatedSchedule | None:
     return next((each for each in tried if np.array_equal(each.needs, needs)), None)
 
 
-def _spans(problem: Problem) -> Iterator[NDArray[np.bool_]]:
+def _spans(problem: ProvisioningProblem) -> Iterator[NDArray[np.bool_]]:
     """Every second span, then every fourth and so on; shorter spans than twice a start save nothing."""
     bins = max(1, math.ceil(max(WINDOW_S, 2 * problem.lead_s) / problem.bin_s))
     numbers = np.arange(problem.bins) // bins
@@ -150,17 +153,17 @@ def _spans(problem: Problem) -> Iterator[NDArray[np.bool_]]:
 class Windows:
     """The windows in which schedules are spliced."""
 
-    def __init__(self, problem: Problem, judged_from: int) -> None:
+    def __init__(self, problem: ProvisioningProblem, judged_from: int) -> None:
         self._problem = problem
         self._length = max(1, round(WINDOW_S / problem.bin_s))
         self._starts = np.arange(0, problem.bins, self._length)
         self._judged_from = judged_from
         self.allowed = (1.0 - problem.attainment) * float(problem.demand[judged_from:].sum())
 
-    def missed(self, run: Judged) -> float:
+    def missed(self, run: ScheduleEvaluation) -> float:
         return float(run.missed[self._judged_from :].sum())
 
-    def splice(self, tried: Sequence[Schedule], allowed: float) -> Ints:
+    def splice(self, tried: Sequence[EvaluatedSchedule], allowed: float) -> Ints:
         """The cheapest needs of windows of ``tried`` that together miss at most ``allowed`` requests.
 
         Those of the highest price where none does.

@@ -29,7 +29,7 @@ class Basis(StrEnum):
     ASSUMED = "assumed"
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class ShapeCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """A shape on one kind of device; ``degree`` devices make one replica.
 
     ``profile`` times its steps; ``source`` says where the profile comes from, ``basis`` how good it is.
@@ -71,7 +71,7 @@ def mode_of(count: int) -> str:
 
 def candidates(
     spec: ModelSpec, kinds: Sequence[str] | None = None, degrees: Sequence[int] | None = None
-) -> list[Candidate]:
+) -> list[ShapeCandidate]:
     """Every shape of every device kind with a profile for a model like ``spec``, where the weights fit.
 
     Profiles of other kinds are those of the same model size as the document's. ``kinds`` and ``degrees``
@@ -100,7 +100,7 @@ def candidates(
 
 def _of_kind(
     spec: ModelSpec, kind: str, given: str | dict[str, Any], cores: bool, degrees: Sequence[int] | None
-) -> list[Candidate]:
+) -> list[ShapeCandidate]:
     found = profile(given)
     fitted_at = None if isinstance(given, str) else model_file(given, "profile").degree
     written: dict[Gpus, Shape] = {
@@ -118,7 +118,7 @@ def _of_kind(
             basis = Basis.CALIBRATED if degree == fitted_at else Basis.ASSUMED
         like = written.get(degree) or next(iter(written.values()), Shape())
         made.append(
-            Candidate(
+            ShapeCandidate(
                 kind=kind,
                 profile=given,
                 degree=degree,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.engine.performance_model import EngineModel, Limits, Workload
+from policy.engine.performance_model import BatchLimits, EngineLoad, EngineModel
 from policy.errors import ConfigError
 from sim.arrivals import Arrival
 from sim.workload.generators.arrivals import RateShape, arrival_times
@@ -22,7 +22,7 @@ _INPUT_SHAPE = 2.0
 Arrivals = Callable[[float], Iterable[Arrival]]
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadDemand(msgspec.Struct, frozen=True, kw_only=True):
     """A load in numbers: ``requests`` over ``lasts_s`` seconds, and their mean tokens.
 
     The busiest minute starts at ``busiest_s`` with ``peak_rps`` requests per second, and that many tokens of
@@ -42,14 +42,14 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     def rps(self) -> float:
         return self.requests / self.lasts_s
 
-    def workload(self, factor: float = 1.0) -> Workload:
+    def workload(self, factor: float = 1.0) -> EngineLoad:
         """The busiest minute at ``factor`` times the load, as input of the engine model."""
-        return Workload(
+        return EngineLoad(
             lam=self.peak_rps * factor, input_tokens=self.input_tokens, output_tokens=self.output_tokens
         )
 
 
-def describe(load: Workload, cv: float, lasts_s: float, seed: int) -> Iterator[Arrival]:
+def describe(load: EngineLoad, cv: float, lasts_s: float, seed: int) -> Iterator[Arrival]:
     """Random requests with gaps of coefficient of variation ``cv``, and lengths that vary.
 
     Prompts are gamma variables of shape 2, answers exponential, with the means of ``load``: constant lengths
@@ -62,7 +62,7 @@ def describe(load: Workload, cv: float, lasts_s: float, seed: int) -> Iterator[A
         yield Arrival(at, max(1, round(prompt)), max(1, round(answer)))
 
 
-def demand_of(arrivals: Iterable[Arrival], where: str) -> Demand:
+def demand_of(arrivals: Iterable[Arrival], where: str) -> WorkloadDemand:
     """Read ``arrivals`` once; raises :class:`policy.errors.ConfigError` with ``where`` if there are none."""
     requests = inputs = outputs = 0
     minutes: dict[int, Counter[str]] = {}
@@ -82,7 +82,7 @@ def demand_of(arrivals: Iterable[Arrival], where: str) -> Demand:
     most = minutes[busiest]
     # A load that is over within its first minute was as busy as it was long.
     lasts_s = min(_MINUTE_S, max(at, 1.0)) if len(minutes) == 1 else _MINUTE_S
-    return Demand(
+    return WorkloadDemand(
         requests=requests,
         lasts_s=max(at, 1.0),
         input_tokens=inputs / requests,
@@ -95,7 +95,7 @@ def demand_of(arrivals: Iterable[Arrival], where: str) -> Demand:
 
 
 def met_alone(
-    arrivals: Iterable[Arrival], model: EngineModel, limits: Limits, slo: SloConfig, longest: int | None
+    arrivals: Iterable[Arrival], model: EngineModel, limits: BatchLimits, slo: SloConfig, longest: int | None
 ) -> float:
     """The fraction of ``arrivals`` within ``slo`` if each had a replica for itself: an upper bound.
 
@@ -135,7 +135,7 @@ REQUEST_BYTES = 800
 _SEGMENT_BYTES = 1448
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """The traffic of the busiest minute in bytes per second: ``requests`` to replicas, ``streams`` back.
 
     A gateway has each twice, from clients and to replicas; ``each_way`` is its traffic in one direction.
@@ -152,7 +152,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     events_per_s: float
 
 
-def network(demand: Demand, model: str, replicas: int, streams_open: int) -> Network:
+def network(demand: WorkloadDemand, model: str, replicas: int, streams_open: int) -> NetworkTraffic:
     """The traffic of the load, all of it streamed chat, of a model called ``model``."""
     rps = demand.peak_rps
     event = EVENT_BYTES + len(model.encode()) - _NAME + CHUNK_BYTES + PACKET_BYTES
@@ -160,7 +160,7 @@ def network(demand: Demand, model: str, replicas: int, streams_open: int) -> Net
     streams = output_tokens * event + rps * STREAM_BYTES
     body = demand.peak_input_tokens_per_s * CHARACTERS_PER_TOKEN + rps * REQUEST_BYTES
     requests = body * (1.0 + PACKET_BYTES / _SEGMENT_BYTES)
-    return Network(
+    return NetworkTraffic(
         requests=requests,
         streams=streams,
         each_way=requests + streams,

@@ -8,16 +8,22 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from policy.config.deployment import Budget, Deployment, ModelSpec, Price, Upstream
+from policy.config.deployment import (
+    Deployment,
+    FallbackProviderConfig,
+    ModelSpec,
+    ProviderPrice,
+    ResourceBudget,
+)
 from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import capability
 from policy.scaling.policies.static import Static
-from sim.planning.candidates import Candidate
-from sim.planning.demand import Arrivals, Demand, met_alone
-from sim.simulator.fault_scenario import NO_FAULTS, Crash, Scenario
+from sim.planning.candidates import ShapeCandidate
+from sim.planning.demand import Arrivals, WorkloadDemand, met_alone
+from sim.simulator.fault_scenario import NO_FAULTS, CrashFault, FaultScenario
 from sim.simulator.run import simulate
-from sim.simulator.run_record import HOUR_S, Outcome, Record, Requests, finite_quantiles
+from sim.simulator.run_record import HOUR_S, RequestColumns, RequestOutcome, RunRecord, finite_quantiles
 
 # Counts below the least one that are tried too: near the SLO more replicas may do worse by chance.
 DEPTH = 2
@@ -73,7 +79,7 @@ def _bracket(tried: Callable[[int], bool], guess: int, most: int) -> tuple[int, 
 CRASH_AFTER_S = 10.0
 
 
-class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+class FleetRunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one run.
 
     ``attainment`` is the fraction of requests within the SLO, ``busy`` the fraction of time in which a
@@ -104,7 +110,7 @@ class OverflowResult(msgspec.Struct, frozen=True, kw_only=True):
     served_within: float
 
 
-class Outage(msgspec.Struct, frozen=True, kw_only=True):
+class OutageResult(msgspec.Struct, frozen=True, kw_only=True):
     """Attainment while a replica may be away, and how many answers were ``cut`` off."""
 
     attainment: float
@@ -112,7 +118,7 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(eq=False)
-class Trials:
+class FleetRuns:
     """Runs of one model's load on fleets of fixed size; each is run once and cached.
 
     ``progress`` gets what is tried, and the simulated seconds so far and in all.
@@ -121,49 +127,51 @@ class Trials:
     deployment: Deployment
     spec: ModelSpec
     arrivals: Arrivals
-    demand: Demand
+    demand: WorkloadDemand
     seed: int
     progress: Callable[[str, float, float], None]
-    _tried: dict[tuple[str, int, float], TrialResult] = field(default_factory=dict)
+    _tried: dict[tuple[str, int, float], FleetRunResult] = field(default_factory=dict)
 
-    def tried(self, candidate: Candidate, count: int, factor: float = 1.0) -> TrialResult:
+    def tried(self, candidate: ShapeCandidate, count: int, factor: float = 1.0) -> FleetRunResult:
         """``count`` replicas at ``factor`` times the load."""
         key = candidate.name, count, factor
         if key not in self._tried:
             self._tried[key] = _of(self._run(candidate, count, factor), self.spec.name, count)
         return self._tried[key]
 
-    def meets(self, candidate: Candidate, count: int, factor: float = 1.0) -> bool:
+    def meets(self, candidate: ShapeCandidate, count: int, factor: float = 1.0) -> bool:
         return self.tried(candidate, count, factor).attainment >= self.spec.control.slo.attainment
 
-    def could(self, candidate: Candidate) -> bool:
+    def could(self, candidate: ShapeCandidate) -> bool:
         """Whether any count could meet the SLO: whether requests would if each were alone."""
         timing = self._timing(candidate)
         assert timing.model is not None
         slo, most = self.spec.control.slo, max_request_tokens(candidate.of(self.spec, 1), candidate.shape)
         return met_alone(self.arrivals(1.0), timing.model, timing.limits, slo, most) >= slo.attainment
 
-    def guess(self, candidate: Candidate, factor: float = 1.0) -> int:
+    def guess(self, candidate: ShapeCandidate, factor: float = 1.0) -> int:
         """A replica count to start the search at, by the engine model for the busiest minute."""
         load = self.demand.workload(factor)
         able = capability(self._timing(candidate), load, self.spec.control.slo)
         rate = able.mu or able.mu_max
         return max(1, round(load.lam / rate)) if rate else 1
 
-    def outage(self, candidate: Candidate, count: int, *, crash: bool) -> Outage:
+    def outage(self, candidate: ShapeCandidate, count: int, *, crash: bool) -> OutageResult:
         """A start-up time from the busiest minute on; with a ``crash`` one replica is away in it."""
         at, away_s = self.demand.busiest_s + CRASH_AFTER_S, self.spec.control.assumed_start_s
-        crashes = (Crash(at=at, model=self.spec.name),) if crash else ()
-        requests = self._run(candidate, count, 1.0, scenario=Scenario(crashes=crashes)).requests[
+        crashes = (CrashFault(at=at, model=self.spec.name),) if crash else ()
+        requests = self._run(candidate, count, 1.0, scenario=FaultScenario(crashes=crashes)).requests[
             self.spec.name
         ]
         during = (requests.at >= at) & (requests.at < at + away_s)
-        return Outage(
+        return OutageResult(
             attainment=float(np.mean(requests.met[during])) if during.any() else 1.0,
-            cut=int(np.count_nonzero(requests.outcome == Outcome.FAILED)),
+            cut=int(np.count_nonzero(requests.outcome == RequestOutcome.FAILED)),
         )
 
-    def overflow(self, candidate: Candidate, count: int, price: Price, guess: int) -> OverflowResult | None:
+    def overflow(
+        self, candidate: ShapeCandidate, count: int, price: ProviderPrice, guess: int
+    ) -> OverflowResult | None:
         """``count`` replicas, with a fallback provider of that price for the requests that they reject.
 
         The concurrency limit of a replica is the largest that keeps the requests it serves within the SLO, at
@@ -183,15 +191,19 @@ class Trials:
         least = fewest(misses, guess, most)
         return bounds.get(most if least is None else least - 1)
 
-    def _overflown(self, candidate: Candidate, count: int, price: Price, bound: int) -> OverflowResult:
+    def _overflown(
+        self, candidate: ShapeCandidate, count: int, price: ProviderPrice, bound: int
+    ) -> OverflowResult:
         """The run with at most ``bound`` requests at once per replica."""
         shape = msgspec.structs.replace(candidate.shape, max_in_flight=bound)
         candidate = msgspec.structs.replace(candidate, shape=shape)
         models = {self.spec.name: ""}
-        upstream = Upstream(name="overflow", url="", models=models, price=price, cost_cap_per_h=float("inf"))
+        upstream = FallbackProviderConfig(
+            name="overflow", url="", models=models, price=price, cost_cap_per_h=float("inf")
+        )
         record = self._run(candidate, count, 1.0, upstreams=(upstream,))
         requests = record.requests[self.spec.name]
-        gone = requests.outcome == Outcome.OVERFLOWN
+        gone = requests.outcome == RequestOutcome.OVERFLOWN
         per_h = HOUR_S / self.demand.lasts_s
         return OverflowResult(
             bound=bound,
@@ -202,7 +214,7 @@ class Trials:
             served_within=float(np.mean(requests.met[~gone])) if not gone.all() else 0.0,
         )
 
-    def _all_bought(self, price: Price) -> OverflowResult:
+    def _all_bought(self, price: ProviderPrice) -> OverflowResult:
         per_h = self.demand.rps * HOUR_S
         inputs, outputs = self.demand.input_tokens * per_h, self.demand.output_tokens * per_h
         return OverflowResult(
@@ -214,24 +226,24 @@ class Trials:
             served_within=0.0,
         )
 
-    def _bound(self, candidate: Candidate) -> int:
+    def _bound(self, candidate: ShapeCandidate) -> int:
         """The configured concurrency limit of a replica, or that of its engine."""
         return candidate.shape.max_in_flight or self._timing(candidate).limits.max_num_seqs
 
-    def _timing(self, candidate: Candidate) -> Timing:
+    def _timing(self, candidate: ShapeCandidate) -> Timing:
         return shipped(candidate.of(self.spec, 1), candidate.shape)
 
     def _run(
         self,
-        candidate: Candidate,
+        candidate: ShapeCandidate,
         count: int,
         factor: float,
         *,
-        scenario: Scenario = NO_FAULTS,
-        upstreams: tuple[Upstream, ...] = (),
-    ) -> Record:
+        scenario: FaultScenario = NO_FAULTS,
+        upstreams: tuple[FallbackProviderConfig, ...] = (),
+    ) -> RunRecord:
         model = candidate.of(self.spec, count)
-        document, budget = self.deployment, Budget()
+        document, budget = self.deployment, ResourceBudget()
         fixed = msgspec.structs.replace(document, models=(model,), budget=budget, upstreams=upstreams)
         what, ends_at = f"{count} of {candidate.name}", self.demand.lasts_s / factor
         if factor != 1.0:
@@ -249,12 +261,12 @@ class Trials:
         )
 
 
-def _of(record: Record, model: str, count: int) -> TrialResult:
+def _of(record: RunRecord, model: str, count: int) -> FleetRunResult:
     requests = record.requests[model]
-    served = requests.outcome == Outcome.SERVED
+    served = requests.outcome == RequestOutcome.SERVED
     tokens = int(requests.input_tokens[served].sum() + requests.output_tokens[served].sum())
     ends_at = max(record.ends_at, 1e-9)
-    return TrialResult(
+    return FleetRunResult(
         attainment=float(np.mean(requests.met)),
         ttft_p95_s=finite_quantiles(requests.ttft_s[served], (0.95,))[0],
         itl_p95_s=finite_quantiles(requests.itl_s[served], (0.95,))[0],
@@ -264,9 +276,9 @@ def _of(record: Record, model: str, count: int) -> TrialResult:
     )
 
 
-def _most_open(requests: Requests) -> int:
+def _most_open(requests: RequestColumns) -> int:
     """The peak number of served requests that were open at once."""
-    served = requests.outcome == Outcome.SERVED
+    served = requests.outcome == RequestOutcome.SERVED
     came = requests.at[served]
     order = np.argsort(np.concatenate([came, came + requests.e2e_s[served]]), kind="stable")
     # The first half of the instants are arrivals.

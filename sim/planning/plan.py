@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 import msgspec
 
-from policy.config.deployment import Price
+from policy.config.deployment import ProviderPrice
 from policy.engine.power import btu_per_h, power_model_of
-from sim.planning.candidates import Basis, Candidate, mode_of
+from sim.planning.candidates import Basis, ShapeCandidate, mode_of
 from sim.planning.demand import network
-from sim.planning.fleet_size_search import CRASH_AFTER_S, TrialResult, Trials, fewest
+from sim.planning.fleet_size_search import CRASH_AFTER_S, FleetRunResult, FleetRuns, fewest
 from sim.planning.result import (
-    Failure,
+    CapacityPlan,
+    CapacityPlanRequest,
+    CrashImpact,
+    DeviceNeed,
     GrowthStep,
-    Need,
-    Option,
-    Overflow,
-    Plan,
-    PlanRequest,
-    Power,
+    OverflowPlan,
+    PlanOption,
+    PowerEstimate,
     schedule,
 )
 
@@ -34,7 +34,7 @@ _SEARCH_RUNS, _LIMIT_RUNS = 3, 6
 _SHARED = ("kind", "degree", "device", "basis", "source")
 
 
-def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1.0) -> int | None:
+def fewest_of(trials: FleetRuns, candidate: ShapeCandidate, most: int, factor: float = 1.0) -> int | None:
     """The fewest replicas of ``candidate`` that meet the SLO at ``factor`` times the load."""
     if not trials.could(candidate):
         return None
@@ -42,14 +42,16 @@ def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1
     return fewest(lambda count: trials.meets(candidate, count, factor), guess, most)
 
 
-def expected_runs(found: Sequence[Candidate], ask: PlanRequest) -> int:
+def expected_runs(found: Sequence[ShapeCandidate], ask: CapacityPlanRequest) -> int:
     """About how many simulations a plan takes."""
     # Three of the best one with and without a failure.
     runs = _SEARCH_RUNS * (len(found) + len(ask.growth)) + 3
     return runs if ask.upstream is None else runs + _LIMIT_RUNS * (_ROWS - 2)
 
 
-def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: str, seed: int) -> Plan:
+def plan(
+    trials: FleetRuns, found: Sequence[ShapeCandidate], ask: CapacityPlanRequest, *, load: str, seed: int
+) -> CapacityPlan:
     """Try every candidate in ``found`` and build the plan of the best one."""
     options = {each.name: _option(trials, each, ask) for each in found}
     # Rank by cost where all prices are known: devices of different kinds are not comparable by count.
@@ -59,7 +61,7 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: 
     best = ranked[0]
     count = options[best.name].replicas
     slo = trials.spec.control.slo
-    made = Plan(
+    made = CapacityPlan(
         model=trials.spec.name,
         load=load,
         seed=seed,
@@ -74,7 +76,7 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: 
     if count is None:
         return made
     growth = _growth(trials, best, count, ask)
-    needs = [Need(each.factor, each.devices) for each in growth]
+    needs = [DeviceNeed(each.factor, each.devices) for each in growth]
     return msgspec.structs.replace(
         made,
         failure=_failure(trials, best, count),
@@ -87,9 +89,9 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: 
     )
 
 
-def _option(trials: Trials, candidate: Candidate, ask: PlanRequest) -> Option:
+def _option(trials: FleetRuns, candidate: ShapeCandidate, ask: CapacityPlanRequest) -> PlanOption:
     count = fewest_of(trials, candidate, ask.most)
-    option = Option(**{name: getattr(candidate, name) for name in _SHARED})
+    option = PlanOption(**{name: getattr(candidate, name) for name in _SHARED})
     if count is None:
         return option
     result, price = trials.tried(candidate, count), ask.prices.get(candidate.kind)
@@ -107,14 +109,14 @@ def _option(trials: Trials, candidate: Candidate, ask: PlanRequest) -> Option:
     )
 
 
-def _rank(option: Option, by_cost: bool) -> tuple[float, ...]:
+def _rank(option: PlanOption, by_cost: bool) -> tuple[float, ...]:
     if option.devices is None or option.with_spare is None:
         return (math.inf,)
     paid = option.cost_per_h if by_cost and option.cost_per_h is not None else option.devices
     return (paid, option.devices, option.with_spare)
 
 
-def _growth(trials: Trials, best: Candidate, now: int, ask: PlanRequest) -> list[GrowthStep]:
+def _growth(trials: FleetRuns, best: ShapeCandidate, now: int, ask: CapacityPlanRequest) -> list[GrowthStep]:
     made = []
     for factor in (1.0, *ask.growth):
         count = now if factor == 1.0 else fewest_of(trials, best, ask.most, factor)
@@ -136,8 +138,8 @@ def _growth(trials: Trials, best: Candidate, now: int, ask: PlanRequest) -> list
     return made
 
 
-def _failure(trials: Trials, best: Candidate, count: int) -> Failure:
-    return Failure(
+def _failure(trials: FleetRuns, best: ShapeCandidate, count: int) -> CrashImpact:
+    return CrashImpact(
         at_s=trials.demand.busiest_s + CRASH_AFTER_S,
         away_s=trials.spec.control.assumed_start_s,
         none=trials.outage(best, count, crash=False),
@@ -146,13 +148,13 @@ def _failure(trials: Trials, best: Candidate, count: int) -> Failure:
     )
 
 
-def _power(best: Candidate, count: int, came: TrialResult, ask: PlanRequest) -> Power:
+def _power(best: ShapeCandidate, count: int, came: FleetRunResult, ask: CapacityPlanRequest) -> PowerEstimate:
     draw = power_model_of(best.kind, _peak_w(best, ask))
     devices = (count + SPARE) * best.degree
     # The same steps are spread over one replica more.
     mean_w = devices * draw.watts(came.busy * count / (count + SPARE))
     peak_w = devices * draw.watts(1.0)
-    return Power(
+    return PowerEstimate(
         mean_w=mean_w,
         peak_w=peak_w,
         heat_btu_per_h=btu_per_h(peak_w),
@@ -162,11 +164,13 @@ def _power(best: Candidate, count: int, came: TrialResult, ask: PlanRequest) -> 
     )
 
 
-def _peak_w(candidate: Candidate, ask: PlanRequest) -> float:
+def _peak_w(candidate: ShapeCandidate, ask: CapacityPlanRequest) -> float:
     return ask.gpu_peak_w if candidate.device == "gpu" else ask.core_peak_w
 
 
-def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: PlanRequest) -> list[Overflow]:
+def _overflow(
+    trials: FleetRuns, best: ShapeCandidate, count: int, price: ProviderPrice, ask: CapacityPlanRequest
+) -> list[OverflowPlan]:
     """From all the replicas that the load needs down to none, where the requests kept meet the SLO."""
     at_once = trials.tried(best, count).streams // count + 1
     rows = sorted({round(count * part / (_ROWS - 1)) for part in range(_ROWS)}, reverse=True)
@@ -178,7 +182,7 @@ def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: Pl
         each = ask.prices.get(best.kind)
         owned_per_h = None if each is None else owned * best.degree * each
         found.append(
-            Overflow(
+            OverflowPlan(
                 replicas=owned,
                 devices=owned * best.degree,
                 bought=bought,
@@ -189,7 +193,7 @@ def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: Pl
     return found
 
 
-def _basis(best: Candidate, ask: PlanRequest) -> dict[str, str]:
+def _basis(best: ShapeCandidate, ask: CapacityPlanRequest) -> dict[str, str]:
     """What each part of a plan rests on; each text begins with the :class:`Basis`."""
     assumed = Basis.ASSUMED.value
     counted = f"{Basis.MEASURED.value}: counted in the requests that are replayed"

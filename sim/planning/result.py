@@ -9,23 +9,23 @@ from typing import NamedTuple
 
 import msgspec
 
-from policy.config.deployment import Price
+from policy.config.deployment import ProviderPrice
 from sim.planning.candidates import Basis
-from sim.planning.demand import Demand, Network
-from sim.planning.fleet_size_search import Outage, OverflowResult
+from sim.planning.demand import NetworkTraffic, WorkloadDemand
+from sim.planning.fleet_size_search import OutageResult, OverflowResult
 
 # A month is a twelfth of 365.25 days.
 WEEKS_PER_MONTH = 365.25 / 12 / 7
 
 
-class Need(NamedTuple):
+class DeviceNeed(NamedTuple):
     """``devices`` are needed at ``factor`` times today's load."""
 
     factor: float
     devices: float
 
 
-class Addition(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityAddition(msgspec.Struct, frozen=True, kw_only=True):
     """``modules`` that serve from ``month`` on, when the load is ``factor`` times today's.
 
     They have to be ordered in ``order_month`` (negative: before today). ``devices`` is the total with them.
@@ -38,16 +38,20 @@ class Addition(msgspec.Struct, frozen=True, kw_only=True):
     devices: float
 
 
-def schedule(needs: Sequence[Need], growth: float, module: int, lead_weeks: float) -> list[Addition]:
+def schedule(
+    needs: Sequence[DeviceNeed], growth: float, module: int, lead_weeks: float
+) -> list[CapacityAddition]:
     """The purchases while the load grows by ``growth`` a month, compounded, until the last of ``needs``.
 
     ``needs`` begin with today's, at a factor of 1, in ascending order of factor; between two of them the
     devices are interpolated linearly. The first addition is what is needed today.
     """
 
-    def addition(month: float, factor: float, modules: int, owned: int) -> Addition:
+    def addition(month: float, factor: float, modules: int, owned: int) -> CapacityAddition:
         order_month, devices = month - lead_weeks / WEEKS_PER_MONTH, owned * module
-        return Addition(month=month, order_month=order_month, factor=factor, modules=modules, devices=devices)
+        return CapacityAddition(
+            month=month, order_month=order_month, factor=factor, modules=modules, devices=devices
+        )
 
     owned = math.ceil(needs[0].devices / module)
     found = [addition(0.0, 1.0, owned, owned)]
@@ -58,7 +62,7 @@ def schedule(needs: Sequence[Need], growth: float, module: int, lead_weeks: floa
     return found
 
 
-def _outgrown(needs: Sequence[Need], devices: int) -> float:
+def _outgrown(needs: Sequence[DeviceNeed], devices: int) -> float:
     """The load factor beyond which more than ``devices`` are needed."""
     for before, after in itertools.pairwise(needs):
         if after.devices > devices:
@@ -67,7 +71,7 @@ def _outgrown(needs: Sequence[Need], devices: int) -> float:
     raise ValueError(f"{devices} devices are never outgrown")
 
 
-class Option(msgspec.Struct, frozen=True, kw_only=True):
+class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate: the fewest ``replicas`` that meet the SLO, ``None`` where no count does.
 
     ``devices`` are GPUs or cores of ``kind``; ``with_spare`` includes one more replica. ``cost_per_h`` is
@@ -100,7 +104,7 @@ class GrowthStep(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_h: float | None
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class CrashImpact(msgspec.Struct, frozen=True, kw_only=True):
     """A replica crashes at ``at_s``, in the busiest minute, and is back after ``away_s`` seconds.
 
     The outages are those of the fewest replicas without a crash (``none``), with one (``without_spare``), and
@@ -109,12 +113,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s: float
     away_s: float
-    none: Outage
-    without_spare: Outage
-    with_spare: Outage
+    none: OutageResult
+    without_spare: OutageResult
+    with_spare: OutageResult
 
 
-class Power(msgspec.Struct, frozen=True, kw_only=True):
+class PowerEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Power of the devices with the spare and their share of the servers, in watts.
 
     ``mean_w`` is over the load; ``peak_w`` with every device busy, which sizes supply and cooling; the heat
@@ -129,7 +133,7 @@ class Power(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Overflow(msgspec.Struct, frozen=True, kw_only=True):
+class OverflowPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas`` owned, and a fallback provider for the rest; ``total_per_h`` needs both prices.
 
     Requests that the replicas keep meet the SLO with the concurrency limit of ``bought``.
@@ -142,7 +146,7 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
     total_per_h: float | None
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan for ``load``: ``options`` with the best first; the other fields are about the best.
 
     Options are ordered by cost where ``by_cost``, otherwise by device count. Counts up to ``most`` were
@@ -152,23 +156,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     load: str
     seed: int
-    demand: Demand
+    demand: WorkloadDemand
     attainment: float
     ttft_p95_s: float | None
     itl_p95_s: float | None
-    options: list[Option]
+    options: list[PlanOption]
     by_cost: bool
     most: int
-    failure: Failure | None = None
+    failure: CrashImpact | None = None
     growth: list[GrowthStep] = []
-    power: Power | None = None
-    schedule: list[Addition] = []
-    overflow: list[Overflow] = []
-    network: Network | None = None
+    power: PowerEstimate | None = None
+    schedule: list[CapacityAddition] = []
+    overflow: list[OverflowPlan] = []
+    network: NetworkTraffic | None = None
     basis: dict[str, str] = {}
 
 
-class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityPlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of a plan.
 
     ``growth`` are load factors in ascending order; ``prices`` the price per device-hour by kind;
@@ -184,6 +188,6 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     monthly: float | None = None
     module: int = 8
     lead_weeks: float = 8.0
-    upstream: Price | None = None
+    upstream: ProviderPrice | None = None
     most: int = 1024
     described: bool = False

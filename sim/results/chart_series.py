@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from policy.scaling.decision_types import Decision
-from sim.simulator.run_record import Floats, Ints, Moment, Record, Requests, finite_quantiles
+from sim.simulator.run_record import (
+    Floats,
+    Ints,
+    ModelTickSample,
+    RequestColumns,
+    RunRecord,
+    finite_quantiles,
+)
 
 # A column of the report is about as many pixels wide.
 WINDOWS = 480
@@ -22,7 +29,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class QuantileSeries:
     """p50, p90 and p99 in seconds of the requests that arrived in each window of ``width_s``."""
 
     width_s: float
@@ -32,7 +39,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Annotation:
+class ChartAnnotation:
     """The decisions at about ``at``; those within a few seconds share one mark."""
 
     at: float
@@ -40,7 +47,7 @@ class Annotation:
 
 
 @dataclass(frozen=True, slots=True)
-class Dwell:
+class ModeInterval:
     """The model is in ``mode`` from ``start`` to ``end``."""
 
     mode: str
@@ -67,18 +74,18 @@ class ChartData:
     starting: Floats
     draining: Floats
     wanted: Floats
-    ttft: Series
-    itl: Series
-    stays: tuple[Dwell, ...]
-    marks: tuple[Annotation, ...]
+    ttft: QuantileSeries
+    itl: QuantileSeries
+    stays: tuple[ModeInterval, ...]
+    marks: tuple[ChartAnnotation, ...]
 
 
-def chart_data(record: Record) -> tuple[ChartData, ...]:
+def chart_data(record: RunRecord) -> tuple[ChartData, ...]:
     """The chart data of each model of the run, in the order of its requests."""
     return tuple(_picture(record, model, requests) for model, requests in record.requests.items())
 
 
-def _picture(record: Record, model: str, requests: Requests) -> ChartData:
+def _picture(record: RunRecord, model: str, requests: RequestColumns) -> ChartData:
     moments = [moment for moment in record.moments if moment.model == model]
     end = max(record.ends_at, 1e-9)
     # No window without a tick in it.
@@ -127,17 +134,17 @@ def _last(values: Floats, where: Ints, count: int) -> Floats:
     return filled
 
 
-def _band(at: Floats, values: Floats, end: float) -> Series:
+def _band(at: Floats, values: Floats, end: float) -> QuantileSeries:
     count = max(1, min(LATENCY_WINDOWS, len(at)))
     edges = np.searchsorted(at, np.linspace(0.0, end, count + 1))
     edges[-1] = len(at)
     found = np.full((count, len(QUANTILES)), np.nan)
     for i in range(count):
         found[i] = finite_quantiles(values[edges[i] : edges[i + 1]], QUANTILES)
-    return Series(end / count, *found.T)
+    return QuantileSeries(end / count, *found.T)
 
 
-def _stays(moments: Sequence[Moment], end: float) -> tuple[Dwell, ...]:
+def _stays(moments: Sequence[ModelTickSample], end: float) -> tuple[ModeInterval, ...]:
     begun: list[tuple[str, float]] = []
     for moment in moments:
         if not begun or begun[-1][0] != moment.mode:
@@ -145,10 +152,10 @@ def _stays(moments: Sequence[Moment], end: float) -> tuple[Dwell, ...]:
     if begun:  # The first tick is a little after the start.
         begun[0] = (begun[0][0], 0.0)
     ends = [*(start for _, start in begun[1:]), end]
-    return tuple(Dwell(mode, start, until) for (mode, start), until in zip(begun, ends, strict=False))
+    return tuple(ModeInterval(mode, start, until) for (mode, start), until in zip(begun, ends, strict=False))
 
 
-def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[Annotation, ...]:
+def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[ChartAnnotation, ...]:
     together: dict[int, list[tuple[float, Decision]]] = {}
     for at, decision in decisions:
         together.setdefault(min(MARKS - 1, int(at * MARKS / end)), []).append((at, decision))
@@ -157,7 +164,7 @@ def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[Ann
         lines = [decisions_of(at, decision) for at, decision in each[:MAX_DECISIONS]]
         if len(each) > MAX_DECISIONS:
             lines.append(f"and {len(each) - MAX_DECISIONS} more until {clock(each[-1][0])}")
-        marks.append(Annotation(each[0][0], "\n".join(lines)))
+        marks.append(ChartAnnotation(each[0][0], "\n".join(lines)))
     return tuple(marks)
 
 

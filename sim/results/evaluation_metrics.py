@@ -9,7 +9,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.simulator.run_record import HOUR_S, LOST, Floats, Outcome, Record, Requests, finite_quantiles
+from sim.simulator.run_record import (
+    HOUR_S,
+    LOST,
+    Floats,
+    RequestColumns,
+    RequestOutcome,
+    RunRecord,
+    finite_quantiles,
+)
 
 # Shorter windows have too few requests to judge a 99 % attainment.
 WINDOW_S = 30.0
@@ -38,7 +46,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class RunInterval:
     """The part of a run from ``since`` to before ``until``, in seconds."""
 
     since: float
@@ -49,13 +57,13 @@ class Stretch:
             raise ValueError(f"a stretch from {self.since:g} to {self.until:g} s: expected a later end")
 
 
-def score(record: Record, model: str, stretch: Stretch | None = None, promised: float = 0.99) -> Score:
+def score(record: RunRecord, model: str, stretch: RunInterval | None = None, promised: float = 0.99) -> Score:
     """The score of ``model`` in ``stretch`` of the run, or in all of it.
 
     A request belongs to the stretch in which it arrived. Raises :class:`ValueError` where none did, and
     :class:`KeyError` for an unknown model.
     """
-    stretch = stretch or Stretch(0.0, record.ends_at)
+    stretch = stretch or RunInterval(0.0, record.ends_at)
     requests = record.requests[model]
     mine = (requests.at >= stretch.since) & (requests.at < stretch.until)
     count = int(np.count_nonzero(mine))
@@ -78,12 +86,12 @@ def score(record: Record, model: str, stretch: Stretch | None = None, promised: 
     )
 
 
-def _quantile(requests: Requests, mine: NDArray[np.bool_], values: Floats, part: float) -> float:
-    (found,) = finite_quantiles(values[mine & (requests.outcome == Outcome.SERVED)], (part,))
+def _quantile(requests: RequestColumns, mine: NDArray[np.bool_], values: Floats, part: float) -> float:
+    (found,) = finite_quantiles(values[mine & (requests.outcome == RequestOutcome.SERVED)], (part,))
     return math.nan if found is None else found
 
 
-def _gpu_s(record: Record, model: str, stretch: Stretch) -> float:
+def _gpu_s(record: RunRecord, model: str, stretch: RunInterval) -> float:
     """The GPU time of this model in this stretch, by the lifetimes of its replicas."""
     whole = mine = 0.0
     gpus = any(span.gpus for span in record.spans)
@@ -98,7 +106,7 @@ def _gpu_s(record: Record, model: str, stretch: Stretch) -> float:
     return record.gpu_s * mine / whole if whole else 0.0
 
 
-def _recovery_s(at: Floats, met: NDArray[np.bool_], stretch: Stretch, promised: float) -> float:
+def _recovery_s(at: Floats, met: NDArray[np.bool_], stretch: RunInterval, promised: float) -> float:
     """The longest time of consecutive windows below the SLO; a window without requests meets it."""
     windows = ((at - stretch.since) / WINDOW_S).astype(np.int64)
     came = np.bincount(windows)

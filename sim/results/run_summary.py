@@ -14,12 +14,12 @@ from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
 from policy.scaling.view import Policy
 from sim.arrivals import Arrival
-from sim.oracle.offline_optimum import Bounds
+from sim.oracle.offline_optimum import GpuHourBounds
 from sim.results.chart_series import ChartData, chart_data
-from sim.simulator.run_record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
+from sim.simulator.run_record import HOUR_S, LOST, Floats, RequestOutcome, RunRecord, finite_quantiles
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One policy on one trace, over all models.
 
     ``attainment`` is the fraction of all ``requests`` served within the SLO of their model; ``goodput_rps``
@@ -58,12 +58,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     joules: float
 
 
-def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
+def summarise(record: RunRecord, lower_gpu_hours: float | None = None) -> RunSummary:
     """The summary of ``record``; ``lower_gpu_hours`` is the lower bound of the offline optimum."""
     tables = list(record.requests.values())
     count = sum(len(table) for table in tables)
     met = sum(int(np.count_nonzero(table.met)) for table in tables)
-    counts = [sum(int(np.count_nonzero(table.outcome == each)) for table in tables) for each in Outcome]
+    counts = [
+        sum(int(np.count_nonzero(table.outcome == each)) for table in tables) for each in RequestOutcome
+    ]
 
     def joined(name: str) -> Floats:
         return np.concatenate([np.empty(0), *(getattr(table, name) for table in tables)])
@@ -73,7 +75,7 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
         found = finite_quantiles(joined(f"{name}_s"), [part / 100 for part in parts])
         quantiles |= {f"{name}_p{part}_s": value for part, value in zip(parts, found, strict=True)}
     gpu_hours = record.gpu_s / HOUR_S
-    return Summary(
+    return RunSummary(
         attainment=met / count if count else None,
         gpu_hours=gpu_hours,
         oracle_ratio=gpu_hours / lower_gpu_hours if lower_gpu_hours else None,
@@ -82,9 +84,9 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
         switches=record.switches,
         requests=count,
         failed=sum(counts[each] for each in LOST),
-        refused=counts[Outcome.REFUSED],
-        expired=counts[Outcome.EXPIRED],
-        overflown=counts[Outcome.OVERFLOWN],
+        refused=counts[RequestOutcome.REFUSED],
+        expired=counts[RequestOutcome.EXPIRED],
+        overflown=counts[RequestOutcome.OVERFLOWN],
         preemptions=record.preemptions,
         adapter_loads=record.adapter_loads,
         decisions=len(record.decisions),
@@ -95,7 +97,7 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
 
 
 # Runs one policy; the callback gets the simulated seconds as they pass.
-Play = Callable[[Deployment, Mapping[str, Policy], Iterable[Arrival], Callable[[float], None]], Record]
+Play = Callable[[Deployment, Mapping[str, Policy], Iterable[Arrival], Callable[[float], None]], RunRecord]
 
 
 class PolicyEntry(NamedTuple):
@@ -111,7 +113,7 @@ class PolicyRun:
     """The result of one policy."""
 
     name: str
-    summary: Summary
+    summary: RunSummary
     pictures: tuple[ChartData, ...]
 
 
@@ -121,7 +123,7 @@ class PolicyComparison:
 
     trace: str
     seed: int
-    bounds: Bounds
+    bounds: GpuHourBounds
     objectives: Mapping[str, SloConfig]
     runs: tuple[PolicyRun, ...]
 
@@ -145,9 +147,9 @@ def compare(
     *,
     trace: str,
     seed: int,
-    bounds: Bounds,
+    bounds: GpuHourBounds,
     progress: Callable[[str, float], None] = lambda name, at: None,
-    kept: Callable[[str, Record], None] = lambda name, record: None,
+    kept: Callable[[str, RunRecord], None] = lambda name, record: None,
 ) -> PolicyComparison:
     """Run each of ``contenders`` on ``arrivals``, which must be the same at each call.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from policy.adapter_placement.plan import plan
 from policy.adapter_placement.slots import HALF_LIFE_S, AdapterSlots, SlotEntry, SlotState
-from policy.adapter_placement.types import EMPTY, Demand, Host, Plan
+from policy.adapter_placement.types import EMPTY, PlacementHost, PlacementPlan, VersionDemand
 from policy.stats.decay import DecayingCount
 
 Entry = SlotEntry[str, str, bool]
@@ -93,7 +93,7 @@ class LeastRecentlyUsedSlots(SimulatedSlots):
         return 0, 0.0
 
 
-class InTurnSlots(LeastRecentlyUsedSlots):
+class SequentialLoadSlots(LeastRecentlyUsedSlots):
     """Waiting requests get their adapters one after the other, as if loads held one lock."""
 
     def __init__(self, capacity: int) -> None:
@@ -136,7 +136,7 @@ class SimulatedPlacement:
     """
 
     def __init__(self, load_s: float, key: Callable[[str], int]) -> None:
-        self.plan: Plan = EMPTY
+        self.plan: PlacementPlan = EMPTY
         self._load_s = load_s
         self._key = key
         self._demand: dict[str, DecayingCount] = {}
@@ -152,7 +152,7 @@ class SimulatedPlacement:
         self._beats += 1
         slots.plan(self.plan.hold.get(replica, ()))
 
-    def replan(self, hosts: Iterable[Host], at: float) -> None:
+    def replan(self, hosts: Iterable[PlacementHost], at: float) -> None:
         """Plan for these replicas."""
         listed = list(hosts)
         rates = {adapter: requests.rate(at) for adapter, requests in self._demand.items()}
@@ -161,7 +161,7 @@ class SimulatedPlacement:
         service_s = in_flight / sum(rates.values()) if rates else 0.0
         self._in_flight = self._beats = 0
         demands = [
-            Demand(name=name, key=self._key(name), rate=rate, load_s=self._load_s, service_s=service_s)
+            VersionDemand(name=name, key=self._key(name), rate=rate, load_s=self._load_s, service_s=service_s)
             for name, rate in rates.items()
         ]
         self.plan = plan(listed, demands, self.plan, at)

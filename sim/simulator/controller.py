@@ -14,7 +14,7 @@ from policy.errors import SwitchRefused
 from policy.scaling.budget_resources import Resources, summed
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_schedule import DecisionSchedule
-from policy.scaling.decision_types import Decision, Memory, Situation
+from policy.scaling.decision_types import Decision, DecisionMemory, Situation
 from policy.scaling.model_observation import ObservedModel, ReplicaFacts, held_by, signals_of
 from policy.scaling.reconcile_steps import LayerKey, closes_s
 from policy.scaling.view import Policy, Supply, View
@@ -39,7 +39,7 @@ class SwitchCourse:
         self.fleet = fleet
         self.mode = spec.first_mode
         self.count = max(1, spec.modes[self.mode].bounds.min)
-        self.memory = Memory()
+        self.memory = DecisionMemory()
         self.settled = True
         self.gap = False
         group = gpu_group_of(spec)

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from policy.adapter_placement.slots import PREFETCH_PAUSE
-from policy.engine.batch_scheduler import Request, Scheduler, StepTimes
+from policy.engine.batch_scheduler import BatchScheduler, EngineRequest, StepTimes
 from policy.engine.performance_model import Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.wire.capture import BLOCK_TOKENS
@@ -23,7 +23,7 @@ from sim.simulator.adapters import Entry, SimulatedSlots
 Load = tuple[Entry, Entry | None]
 
 
-class Job(NamedTuple):
+class EngineJob(NamedTuple):
     """A request: ``number`` names it in events, ``adapter`` may be empty, ``blocks`` are those of
     :class:`sim.arrivals.Arrival`."""
 
@@ -34,24 +34,24 @@ class Job(NamedTuple):
     blocks: tuple[int, ...] = ()
 
 
-def blocks_of(job: Job) -> tuple[Hashable, ...]:
+def blocks_of(job: EngineJob) -> tuple[Hashable, ...]:
     """The blocks of a request in the prefix cache; adapters share none."""
     return tuple((job.adapter, block) for block in job.blocks) if job.adapter else job.blocks
 
 
-class Kind(IntEnum):
+class TokenEventKind(IntEnum):
     """What happened to a request."""
 
     FIRST = 0
     DONE = 1
 
 
-class Event(NamedTuple):
+class TokenEvent(NamedTuple):
     """The first or last token of a request; ``cached_tokens`` of its prompt were in the prefix cache."""
 
     at: float
     number: int
-    kind: Kind
+    kind: TokenEventKind
     first_at: float
     cached_tokens: int
 
@@ -62,12 +62,12 @@ class _Live:
 
     number: int
     adapter: str
-    request: Request
+    request: EngineRequest
     deferred: bool = False
     first_at: float = math.nan
 
 
-class Engine:
+class VirtualTimeEngine:
     """The engine of one replica. Instants are seconds of the run and never decrease.
 
     It holds up to ``slots`` adapters by ``slot_rules``; each takes ``adapter_load_s`` seconds to load.
@@ -98,7 +98,7 @@ class Engine:
         self._now = self._since = 0.0
         self._tokens = self._loads = self._changes = self._serial = 0
         self._busy_s = 0.0
-        self._events: list[Event] = []
+        self._events: list[TokenEvent] = []
         self._empty()
 
     def _empty(self) -> None:
@@ -109,7 +109,7 @@ class Engine:
         self.cache: PrefixCache | None = None
         if tokens is not None:
             self.cache = PrefixCache(tokens, BLOCK_TOKENS, host_tokens=self._host_tokens, reports=True)
-        self._scheduler = Scheduler(self._model, self._limits, self.cache)
+        self._scheduler = BatchScheduler(self._model, self._limits, self.cache)
         self.slots = self._slot_rules(self._slot_count)
         self._loaded_at = -math.inf
         self._idle()
@@ -177,7 +177,7 @@ class Engine:
     def adapter_changes(self) -> int:
         return self._changes + self.slots.changes
 
-    def submit(self, job: Job, at: float) -> None:
+    def submit(self, job: EngineJob, at: float) -> None:
         """Add a request.
 
         Raises :class:`ValueError` for a number in use, for invalid token counts, for a request that could
@@ -191,7 +191,7 @@ class Engine:
         self._serial += 1
         name = str(self._serial)
         blocks = blocks_of(job)
-        request = Request(name, job.input_tokens, job.output_tokens, blocks=blocks)
+        request = EngineRequest(name, job.input_tokens, job.output_tokens, blocks=blocks)
         self._scheduler.check(request)
         live = _Live(job.number, job.adapter, request)
         self._live[name] = self._fresh[name] = live
@@ -220,7 +220,7 @@ class Engine:
             self._finish()
         self._now = at
 
-    def advance(self, to: float) -> list[Event]:
+    def advance(self, to: float) -> list[TokenEvent]:
         """Run up to ``to``; returns the events since the last call in order."""
         self.catch_up(to)
         events, self._events = self._events, []
@@ -318,7 +318,9 @@ class Engine:
             live = self._fresh.pop(name, None)
             if live is not None:
                 live.first_at = at
-                self._events.append(Event(at, live.number, Kind.FIRST, at, live.request.cached_tokens))
+                self._events.append(
+                    TokenEvent(at, live.number, TokenEventKind.FIRST, at, live.request.cached_tokens)
+                )
         for name in self._due_done:
             live = self._live.pop(name, None)
             if live is not None:
@@ -365,7 +367,9 @@ class Engine:
         del self._ids[live.number]
         if live.adapter:
             self.slots.finish(live.adapter)
-        self._events.append(Event(at, live.number, Kind.DONE, live.first_at, live.request.cached_tokens))
+        self._events.append(
+            TokenEvent(at, live.number, TokenEventKind.DONE, live.first_at, live.request.cached_tokens)
+        )
 
     def _cut(self, at: float) -> None:
         """End the current leap after its current step."""

@@ -18,14 +18,14 @@ from store.yaml_file import read_yaml
 _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
-class Crash(Section, frozen=True):
+class CrashFault(Section, frozen=True):
     """The longest-serving replica crashes ``at`` this second of the run."""
 
     at: _Seconds
     model: str = ""
 
 
-class Slowdown(Section, frozen=True):
+class SlowdownFault(Section, frozen=True):
     """The steps of the longest-serving replica take ``factor`` times as long ``at`` .. ``until``.
 
     Factors of overlapping slowdowns multiply.
@@ -37,7 +37,7 @@ class Slowdown(Section, frozen=True):
     model: str = ""
 
 
-class Scenario(Section, frozen=True):
+class FaultScenario(Section, frozen=True):
     """Start-up times (seconds from start to ready) by path, and faults.
 
     The trace begins at ``starts_at``, which scaling schedules follow: a Monday at midnight by default.
@@ -52,21 +52,21 @@ class Scenario(Section, frozen=True):
     sleeping_s: _Seconds | None = None
     spread: Annotated[float, Meta(ge=0, le=1)] = 0.0
     adapter_load_s: _Seconds = 0.05
-    crashes: tuple[Crash, ...] = ()
-    slow: tuple[Slowdown, ...] = ()
+    crashes: tuple[CrashFault, ...] = ()
+    slow: tuple[SlowdownFault, ...] = ()
 
 
-NO_FAULTS: Scenario = msgspec.convert({}, Scenario)
+NO_FAULTS: FaultScenario = msgspec.convert({}, FaultScenario)
 
 
-def scenario_of(path: Path, models: Collection[str]) -> Scenario:
+def scenario_of(path: Path, models: Collection[str]) -> FaultScenario:
     """The scenario in the file at ``path``, for a deployment of these ``models``.
 
     Raises :class:`policy.errors.ConfigError`, which names the file and the place in it.
     """
     raw = read_yaml(path, "cold_s")
     try:
-        scenario = convert(raw, Scenario, "")
+        scenario = convert(raw, FaultScenario, "")
         named = [(f"crashes[{i}]", crash.model) for i, crash in enumerate(scenario.crashes)]
         named += [(f"slow[{i}]", slow.model) for i, slow in enumerate(scenario.slow)]
         for place, model in named:

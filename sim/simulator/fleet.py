@@ -18,17 +18,17 @@ from policy.engine.builtin_profiles import host_kv_tokens, shipped
 from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
-from policy.routing.replica_health import Breaker, HealthCounters, ReplicaHealth
+from policy.routing.replica_health import CircuitBreaker, HealthCounters, ReplicaHealth
 from policy.scaling.reconcile_steps import Layer, LayerKey
 from policy.scaling.start_times import StartTime, StartTimes
 from policy.scaling.switch_cost import core_share, start_cores
 from policy.scaling.view import Supply
-from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.types import Replica, ReplicaLoad, ReplicaPhase, StartPath
 from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import Heartbeat
-from sim.simulator.engine import Engine, Job
-from sim.simulator.fault_scenario import Scenario
-from sim.simulator.run_record import Span
+from sim.simulator.engine import EngineJob, VirtualTimeEngine
+from sim.simulator.fault_scenario import FaultScenario
+from sim.simulator.run_record import ReplicaLifetime
 
 if TYPE_CHECKING:
     from sim.simulator.gateway import SimulatedTicket
@@ -48,10 +48,10 @@ class SimulatedReplica:
     """
 
     key: LayerKey
-    span: Span
-    engine: Engine
+    span: ReplicaLifetime
+    engine: VirtualTimeEngine
     view: Candidate
-    breaker: Breaker
+    breaker: CircuitBreaker
     state: ReplicaPhase = ReplicaPhase.STARTING
     places: dict[int, SimulatedTicket] = field(default_factory=dict)
     reported: int = 0
@@ -88,8 +88,8 @@ class Fleet:
     def __init__(
         self,
         spec: ModelSpec,
-        scenario: Scenario,
-        spans: list[Span],
+        scenario: FaultScenario,
+        spans: list[ReplicaLifetime],
         rng: random.Random,
         cores: float | None,
         *,
@@ -167,7 +167,7 @@ class Fleet:
         self._changed(at)
         return True
 
-    def submit(self, runner: SimulatedReplica, place: SimulatedTicket, job: Job, at: float) -> None:
+    def submit(self, runner: SimulatedReplica, place: SimulatedTicket, job: EngineJob, at: float) -> None:
         """Send a request there; raises :class:`ValueError` if it could never fit."""
         runner.engine.submit(job, at)
         runner.places[place.number] = place
@@ -294,7 +294,7 @@ class Fleet:
 
     def _made(self, key: LayerKey, at: float, path: StartPath) -> SimulatedReplica:
         shape, number = self.spec.shapes[key.shape], len(self._spans)
-        span = Span(
+        span = ReplicaLifetime(
             number=number,
             model=key.model,
             mode=self._modes.get(key.shape, ""),
@@ -307,7 +307,7 @@ class Fleet:
         self._spans.append(span)
         timing, adapters = self._timings[key.shape], self.spec.adapters
         args = {**self.spec.engine_args, **shape.engine_args}
-        engine = Engine(
+        engine = VirtualTimeEngine(
             timing,
             slots=0 if adapters is None else adapters.slots_per_replica,
             adapter_load_s=self._scenario.adapter_load_s,
@@ -374,7 +374,7 @@ class Fleet:
     def _replica(self, runner: SimulatedReplica, at: float) -> Replica:
         span, engine = runner.span, runner.engine
         start_s = None if span.ready_at is None else span.ready_at - span.asked_at
-        load = Load(
+        load = ReplicaLoad(
             at=at,
             in_flight=len(runner.places),
             bound=runner.view.bound,

@@ -10,25 +10,25 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Set
 
-from policy.admission.dispatcher import Dispatcher, Ticket
-from policy.admission.queue import Bounds
-from policy.admission.retry_policy import AttemptOutcome, Cause, Rejection
+from policy.admission.dispatcher import Dispatcher, DispatchTicket
+from policy.admission.queue import QueueLimits
+from policy.admission.retry_policy import AttemptOutcome, Rejection, RejectionCause
 from policy.config.deployment import Deployment
 from policy.engine.builtin_profiles import max_request_tokens
 from policy.hashing import hash_name
 from policy.request import AnswerLength, Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
-from policy.routing.settings import Settings, settings_of
+from policy.routing.settings import RoutingSettings, settings_of
 from policy.signals.gateway_worker_counters import WorkerCounters
 from policy.types import Priority
 from policy.wire.capture import BLOCK_TOKENS
 from policy.wire.controller_reports import ModelReport
 from policy.wire.load_stream import CachedPrefix
 from sim.arrivals import Arrival
-from sim.simulator.engine import Job, blocks_of
+from sim.simulator.engine import EngineJob, blocks_of
 from sim.simulator.fleet import Fleet, SimulatedReplica
-from sim.simulator.run_record import Outcome
+from sim.simulator.run_record import RequestOutcome
 
 # The blocks at whose ends a gateway hashes a prompt, as `gateway/protocol/prompt_features.py` does at four
 # bytes a token: each one up to 32 KiB, then four per doubling, up to 64 MiB.
@@ -37,18 +37,18 @@ HASHED = (
     *range(1, _FINE),
     *(int(_FINE * 2 ** (i / _PER_DOUBLING)) for i in range(_PER_DOUBLING * _DOUBLINGS + 1)),
 )
-RouterFactory = Callable[[Settings], Router]
+RouterFactory = Callable[[RoutingSettings], Router]
 _EVEN = 0xFFFF_FFFF_FFFF_FFFE
 # The outcome of a rejection; of other causes FAILED.
 _OUTCOMES = {
-    Cause.LATE: Outcome.REFUSED,
-    Cause.FULL: Outcome.REFUSED,
-    Cause.DISPLACED: Outcome.REFUSED,
-    Cause.DEADLINE: Outcome.EXPIRED,
+    RejectionCause.LATE: RequestOutcome.REFUSED,
+    RejectionCause.FULL: RequestOutcome.REFUSED,
+    RejectionCause.DISPLACED: RequestOutcome.REFUSED,
+    RejectionCause.DEADLINE: RequestOutcome.EXPIRED,
 }
 
 
-class SimulatedTicket(Ticket[SimulatedReplica]):
+class SimulatedTicket(DispatchTicket[SimulatedReplica]):
     """A ticket with its arrival in the trace, its last replica (``runner``) and its times.
 
     ``cached_tokens`` are those of its prompt found in the prefix cache.
@@ -112,10 +112,10 @@ class SimulatedPool:
     def ttft_slo_s(self, priority: Priority) -> float | None:
         return self._control.slo_of(priority).ttft_p95_s
 
-    def bounds(self, request: Request, queued: int) -> Bounds:
+    def bounds(self, request: Request, queued: int) -> QueueLimits:
         elsewhere = self._queued_elsewhere()
         size = self._limits.max_queue_bytes - elsewhere if elsewhere or queued else request.size
-        return Bounds(self._limits.max_queue, size)
+        return QueueLimits(self._limits.max_queue, size)
 
     def candidates(self) -> list[Candidate]:
         return self._fleet.views
@@ -195,7 +195,7 @@ class SimulatedGateway:
         rng: random.Random,
         *,
         router: RouterFactory = Router,
-        over: Callable[[SimulatedTicket, Outcome, float], None],
+        over: Callable[[SimulatedTicket, RequestOutcome, float], None],
         queued_elsewhere: Callable[[], int],
     ) -> None:
         self.spec = spec = fleet.spec
@@ -250,7 +250,7 @@ class SimulatedGateway:
         totals.end(e2e_s)
         totals.count_tokens(arrival.input_tokens, ticket.cached_tokens, arrival.output_tokens)
         totals.judge(ttft_s, gap_s, ticket.request.priority)
-        self._leave(ticket, Outcome.SERVED, at)
+        self._leave(ticket, RequestOutcome.SERVED, at)
 
     def broken(self, ticket: SimulatedTicket, at: float) -> None:
         begun = ticket.first_at is not None
@@ -334,7 +334,7 @@ class SimulatedGateway:
         if not ticket.queued:
             self._resolved(ticket)
 
-    def _resolved(self, ticket: Ticket[SimulatedReplica]) -> None:
+    def _resolved(self, ticket: DispatchTicket[SimulatedReplica]) -> None:
         assert isinstance(ticket, SimulatedTicket)
         if ticket.rejection is None:
             self._start(ticket, self._at)
@@ -347,7 +347,7 @@ class SimulatedGateway:
         ticket.runner, ticket.sent_at = runner, at
         ticket.began(at)
         tokens = arrival.input_tokens, arrival.output_tokens
-        job = Job(ticket.number, *tokens, arrival.adapter, arrival.blocks)
+        job = EngineJob(ticket.number, *tokens, arrival.adapter, arrival.blocks)
         request = ticket.request
         blocks = blocks_of(job)
         for block, value, depth in zip(blocks, request.prefix, request.depths, strict=False):
@@ -366,17 +366,17 @@ class SimulatedGateway:
         if ticket.rejection is not None:
             self._reject(ticket, ticket.rejection, at)
         elif outcome is AttemptOutcome.BROKEN:
-            self._leave(ticket, Outcome.FAILED, at)
+            self._leave(ticket, RequestOutcome.FAILED, at)
         else:
             self._enter(ticket, at)
 
     def _reject(self, ticket: SimulatedTicket, rejection: Rejection, at: float) -> None:
-        outcome = _OUTCOMES.get(rejection.cause, Outcome.FAILED)
-        if outcome is not Outcome.FAILED or rejection.cause is Cause.RETRIES_SPENT:
+        outcome = _OUTCOMES.get(rejection.cause, RequestOutcome.FAILED)
+        if outcome is not RequestOutcome.FAILED or rejection.cause is RejectionCause.RETRIES_SPENT:
             self.totals.refused += 1
         self._leave(ticket, outcome, at)
 
-    def _leave(self, ticket: SimulatedTicket, outcome: Outcome, at: float) -> None:
+    def _leave(self, ticket: SimulatedTicket, outcome: RequestOutcome, at: float) -> None:
         self.in_flight -= 1
         self._over(ticket, outcome, at)
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from policy.adapter_placement.plan import PLAN_PERIOD_S
-from policy.adapter_placement.types import Host
+from policy.adapter_placement.types import PlacementHost
 from policy.admission.provider_spend_cap import SpendCap, cost
-from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
+from policy.config.deployment import Deployment, ModelSpec, ResourceBudget, Shape
 from policy.config.shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import kind_and_size, price_of
 from policy.engine.power import PowerModel, power_model_of
@@ -33,12 +33,12 @@ from sim.arrivals import Arrival
 from sim.simulator.adapters import SimulatedPlacement
 from sim.simulator.closed_loop import ClosedLoop
 from sim.simulator.controller import SimulatedController
-from sim.simulator.engine import Kind
-from sim.simulator.fault_scenario import NO_FAULTS, Scenario
+from sim.simulator.engine import TokenEventKind
+from sim.simulator.fault_scenario import NO_FAULTS, FaultScenario
 from sim.simulator.fleet import Fleet, SimulatedReplica, stays
 from sim.simulator.gateway import RouterFactory, SimulatedGateway, SimulatedTicket
 from sim.simulator.request_log import RequestLog
-from sim.simulator.run_record import HOUR_S, Moment, Outcome, Record, Span
+from sim.simulator.run_record import HOUR_S, ModelTickSample, ReplicaLifetime, RequestOutcome, RunRecord
 from sim.workload.per_model_load import ModelNames
 
 # Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.
@@ -53,11 +53,11 @@ def simulate(
     policies: Mapping[str, Policy],
     trace: Iterable[Arrival],
     *,
-    scenario: Scenario = NO_FAULTS,
+    scenario: FaultScenario = NO_FAULTS,
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
     router: RouterFactory = Router,
-) -> Record:
+) -> RunRecord:
     """Replay ``trace`` on ``deployment``, scaled by ``policies`` (by model), until all have ended.
 
     The fleet starts with what the first minute of the trace needs, or with the count of a fixed policy.
@@ -71,14 +71,14 @@ class _Run:
     """One run and its clock."""
 
     def __init__(
-        self, deployment: Deployment, policies: Mapping[str, Policy], scenario: Scenario, seed: int,
+        self, deployment: Deployment, policies: Mapping[str, Policy], scenario: FaultScenario, seed: int,
         router: RouterFactory,
     ) -> None:  # fmt: skip
         self._deployment = deployment
         self._scenario = scenario
         self._events: list[tuple[float, int, str, SimulatedReplica | str, int]] = []
         self._order = itertools.count()
-        self._spans: list[Span] = []
+        self._spans: list[ReplicaLifetime] = []
         self._aggregator = SignalAggregator()
         self._number = 0
         streams = random.Random(seed)  # noqa: S311 - reproducible, not secret
@@ -105,7 +105,7 @@ class _Run:
             deployment, self._fleets, policies, self._aggregator, scenario.starts_at.timestamp()
         )
         self._spend_caps = {each.name: SpendCap(each.cost_cap_per_h) for each in deployment.upstreams}
-        self._record = Record(ends_at=0.0, requests={}, spans=self._spans)
+        self._record = RunRecord(ends_at=0.0, requests={}, spans=self._spans)
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._gateways}
         self._counted = dict.fromkeys(self._gateways, 0)
         self._looks: dict[str, float] = {}
@@ -113,7 +113,7 @@ class _Run:
         self._slow: defaultdict[SimulatedReplica, list[int]] = defaultdict(list)
         self._open = 0
 
-    def play(self, trace: Iterable[Arrival], progress: Callable[[float], None]) -> Record:
+    def play(self, trace: Iterable[Arrival], progress: Callable[[float], None]) -> RunRecord:
         arrivals = self._arrivals = ClosedLoop(self._opened(iter(trace)))
         for crash in self._scenario.crashes:
             self._push(crash.at, "crash", crash.model or self._first, 0)
@@ -243,7 +243,7 @@ class _Run:
         freed = False
         for event in runner.engine.advance(at):
             place = runner.places[event.number]
-            if event.kind is Kind.FIRST:
+            if event.kind is TokenEventKind.FIRST:
                 place.cached_tokens = event.cached_tokens
                 gateway.first_token(place, event.at)
             else:
@@ -267,12 +267,12 @@ class _Run:
             self._looks[model] = due
             self._push(due, "look", model, 0)
 
-    def _over(self, place: SimulatedTicket, outcome: Outcome, at: float) -> None:
+    def _over(self, place: SimulatedTicket, outcome: RequestOutcome, at: float) -> None:
         """A request has ended in the fleet: served, overflown, or failed."""
         self._open -= 1
         model = place.request.model
-        if outcome in (Outcome.REFUSED, Outcome.EXPIRED) and self._overflows(model, place, at):
-            outcome = Outcome.OVERFLOWN
+        if outcome in (RequestOutcome.REFUSED, RequestOutcome.EXPIRED) and self._overflows(model, place, at):
+            outcome = RequestOutcome.OVERFLOWN
         met = self._ledgers[model].over(place.number, place, outcome, at)
         self._recent[model].append((at, met))
         self._arrivals.ended(place.arrival.session, at)
@@ -315,11 +315,11 @@ class _Run:
             runner.engine.look_ahead(at)
             fleet.watch(runner)
 
-    def _host(self, runner: SimulatedReplica, at: float) -> Host:
+    def _host(self, runner: SimulatedReplica, at: float) -> PlacementHost:
         adapters = self._fleets[runner.key.model].spec.adapters
         assert adapters is not None
         runner.engine.catch_up(at)
-        return Host(
+        return PlacementHost(
             id=runner.view.id,
             key=runner.view.key,
             slots=adapters.slots_per_replica,
@@ -336,14 +336,14 @@ class _Run:
             if gateway.queued:
                 self._look(name, gateway, at)
 
-    def _moment(self, name: str, at: float) -> Moment:
+    def _moment(self, name: str, at: float) -> ModelTickSample:
         gateway, fleet, course = self._gateways[name], self._fleets[name], self._controller.courses[name]
         states = [runner.state for runner in fleet]
         recent = self._recent[name]
         while recent and recent[0][0] < at - 60.0:
             recent.popleft()
         arrived, self._counted[name] = gateway.totals.arrived - self._counted[name], gateway.totals.arrived
-        return Moment(
+        return ModelTickSample(
             at=at,
             model=name,
             arrivals=arrived / course.spec.control.tick_s,
@@ -357,7 +357,7 @@ class _Run:
             met=sum(met for _, met in recent) / len(recent) if recent else 1.0,
         )
 
-    def _closed(self, at: float) -> Record:
+    def _closed(self, at: float) -> RunRecord:
         record, budget = self._record, self._deployment.budget
         gpus = any(shape.gpus for spec in self._deployment.models for shape in spec.shapes.values())
         for fleet in self._fleets.values():
@@ -392,7 +392,7 @@ class _Run:
         return record
 
 
-def _draw(spec: ModelSpec, shape: Shape, budget: Budget) -> PowerModel:
+def _draw(spec: ModelSpec, shape: Shape, budget: ResourceBudget) -> PowerModel:
     """The power model of one device: that of the profile's GPU type, else the budget's."""
     if not shape.gpus:
         return power_model_of("cpu", budget.cpu_watts)

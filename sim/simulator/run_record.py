@@ -30,7 +30,7 @@ def finite_quantiles(values: Floats, q: Sequence[float]) -> list[float | None]:
     return [float(value) for value in np.quantile(known, q, overwrite_input=True)]
 
 
-class Outcome(IntEnum):
+class RequestOutcome(IntEnum):
     """The outcome of a request."""
 
     SERVED = 0
@@ -41,16 +41,16 @@ class Outcome(IntEnum):
 
 
 # Neither a replica nor a fallback provider answered them.
-LOST = (Outcome.REFUSED, Outcome.EXPIRED, Outcome.FAILED)
+LOST = (RequestOutcome.REFUSED, RequestOutcome.EXPIRED, RequestOutcome.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class RequestColumns:
     """Every request of one model in the order of arrival, a column for each fact.
 
     Instants and durations are in seconds. ``queued_s`` is the wait in the gateway. ``ttft_s``, ``e2e_s`` and
     ``itl_s`` (the mean gap of its stream) are NaN where there was no such token. ``replica`` is the number of
-    its :class:`Span`, -1 for none. ``met`` is whether it was served within the SLO of its model.
+    its :class:`ReplicaLifetime`, -1 for none. ``met`` is whether it was served within the SLO of its model.
     """
 
     at: Floats
@@ -70,7 +70,7 @@ class Requests:
 
 
 @dataclass(slots=True)
-class Span:
+class ReplicaLifetime:
     """The life of one replica, from its request until its devices are free again, in seconds.
 
     ``ready_at`` and ``leaves_at`` are ``None`` where that did not happen. ``busy_s`` is the time with
@@ -95,7 +95,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ModelTickSample:
     """One model at a tick: requests per second since the last one, existing and desired replicas.
 
     ``met`` is the part of the requests of the last minute within the SLO.
@@ -115,7 +115,7 @@ class Moment:
 
 
 @dataclass(slots=True)
-class Record:
+class RunRecord:
     """One run: ``requests`` by model, from 0 to ``ends_at`` seconds; ``cost`` in the budget's currency.
 
     ``decisions`` are those that changed anything, at their instants; ``switches`` of the mode among them,
@@ -124,9 +124,9 @@ class Record:
     """
 
     ends_at: float
-    requests: dict[str, Requests]
-    spans: list[Span] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    requests: dict[str, RequestColumns]
+    spans: list[ReplicaLifetime] = field(default_factory=list)
+    moments: list[ModelTickSample] = field(default_factory=list)
     decisions: list[tuple[float, Decision]] = field(default_factory=list)
     switches: int = 0
     adapter_loads: int = 0

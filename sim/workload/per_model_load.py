@@ -44,7 +44,7 @@ class ModelNames:
 
 
 @dataclass(slots=True)
-class Load:
+class ModelLoad:
     """The requests of one model, by second and in sum.
 
     ``adapted`` requests use an adapter, ``too_long`` exceed what any replica takes. ``related`` says that
@@ -61,27 +61,27 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class TraceLoad:
     """The load of each model of a trace whose last request arrives at ``ends_at`` seconds."""
 
     ends_at: float
-    loads: dict[str, Load]
+    loads: dict[str, ModelLoad]
 
 
-def survey(
+def trace_load(
     arrivals: Iterable[Arrival], addressing: ModelNames, longest: Mapping[str, int] | None = None
-) -> Survey:
+) -> TraceLoad:
     """Read ``arrivals`` once; raises what ``addressing`` does.
 
     ``longest`` is the limit of prompt and answer tokens by model, where it is known.
     """
     most = longest or {}
-    loads: dict[str, Load] = {}
+    loads: dict[str, ModelLoad] = {}
     ends_at = 0.0
     for arrival in arrivals:
         ends_at = arrival.at
         model = addressing.of(arrival)
-        load = loads.setdefault(model, Load())
+        load = loads.setdefault(model, ModelLoad())
         load.seconds[int(arrival.at)] += 1
         load.requests += 1
         load.input_tokens += arrival.input_tokens
@@ -89,4 +89,4 @@ def survey(
         load.adapted += bool(arrival.adapter)
         load.too_long += arrival.input_tokens + arrival.output_tokens > most.get(model, math.inf)
         load.related = load.related or bool(arrival.blocks or arrival.session)
-    return Survey(ends_at, loads)
+    return TraceLoad(ends_at, loads)

@@ -14,7 +14,7 @@ from policy.config.convert import convert
 from policy.errors import ConfigError
 from sim.arrivals import Arrival
 from sim.workload.generators.generate import GeneratedWorkload, check_workload, generate
-from sim.workload.generators.request_distributions import Lengths
+from sim.workload.generators.request_distributions import LengthDistribution
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.transforms import mix, scale_rate, slice_trace
 from store.yaml_file import read_yaml
@@ -40,7 +40,7 @@ class TraceSource(Section, frozen=True):
     only_model: str = ""
 
 
-class Source(Section, frozen=True):
+class WorkloadSource(Section, frozen=True):
     """A trace or a generator; ``model`` and ``tenant`` replace those of its requests."""
 
     trace: TraceSource | None = None
@@ -49,18 +49,18 @@ class Source(Section, frozen=True):
     tenant: str = ""
 
 
-class Spec(Section, frozen=True):
+class WorkloadSpec(Section, frozen=True):
     """The document: sources merged by arrival time, for ``duration_s``."""
 
-    mix: tuple[Source, ...]
+    mix: tuple[WorkloadSource, ...]
     duration_s: _Duration | None = None
 
 
 @dataclass(frozen=True)
-class Workload:
+class WorkloadFile:
     """A workload; paths are relative to ``folder``."""
 
-    spec: Spec
+    spec: WorkloadSpec
     folder: Path
 
     @property
@@ -76,7 +76,7 @@ class Workload:
         sources = [self._source(each, f"workload {seed} {i}") for i, each in enumerate(self.spec.mix)]
         return slice_trace(mix(sources), 0.0, self.duration_s)
 
-    def _source(self, source: Source, seed: str) -> Iterator[Arrival]:
+    def _source(self, source: WorkloadSource, seed: str) -> Iterator[Arrival]:
         if source.generate is not None:
             assert self.duration_s is not None  # parse_workload
             made = generate(source.generate, seed, self.duration_s, self._trace)
@@ -100,13 +100,13 @@ class Workload:
         return open_trace(self.folder / Path(path).expanduser())
 
 
-def parse_workload(document: object, folder: Path) -> Workload:
+def parse_workload(document: object, folder: Path) -> WorkloadFile:
     """Validate a document; paths are relative to ``folder``.
 
     Raises :class:`policy.errors.ConfigError` for unknown keys, wrong types, values out of range, and
     contradictions.
     """
-    spec = convert(document, Spec, "")
+    spec = convert(document, WorkloadSpec, "")
     if not spec.mix:
         raise ConfigError("mix", [], "at least one source")
     for i, source in enumerate(spec.mix):
@@ -120,10 +120,10 @@ def parse_workload(document: object, folder: Path) -> Workload:
         trace = source.trace
         if trace is not None and trace.to_s is not None and trace.to_s <= trace.from_s:
             raise ConfigError(f"{path}.trace.to_s", trace.to_s, f"more than from_s = {trace.from_s:g}")
-    return Workload(spec, folder)
+    return WorkloadFile(spec, folder)
 
 
-def read_workload(path: Path) -> Workload:
+def read_workload(path: Path) -> WorkloadFile:
     """The workload in the YAML file at ``path``; paths are relative to its folder.
 
     Raises :class:`policy.errors.ConfigError` with the file and the key, also for a missing trace.
@@ -148,13 +148,13 @@ def arrivals_of(path: Path, seed: int, rate: float = 1.0) -> Iterator[Arrival]:
     return arrivals if rate == 1.0 else scale_rate(arrivals, rate=rate)
 
 
-def _check_files(workload: Workload) -> None:
+def _check_files(workload: WorkloadFile) -> None:
     for i, source in enumerate(workload.spec.mix):
         named = {f"mix[{i}].trace.path": source.trace.path} if source.trace is not None else {}
         if source.generate is not None:
             for key in ("input_tokens", "output_tokens"):
                 length = getattr(source.generate, key)
-                if isinstance(length, Lengths) and length.trace:
+                if isinstance(length, LengthDistribution) and length.trace:
                     named[f"mix[{i}].generate.{key}.trace"] = length.trace
         for where, name in named.items():
             found = workload.folder / Path(name).expanduser()

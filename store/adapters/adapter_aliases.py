@@ -14,7 +14,7 @@ import msgspec
 from sqlalchemy import Connection, delete, select
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
-from policy.wire.adapter_catalog import DIGEST, NAME, Alias, Catalog, Version
+from policy.wire.adapter_catalog import DIGEST, NAME, Alias, CatalogSnapshot, CatalogVersion
 from store.adapters.database_tables import (
     AdapterRow,
     Split,
@@ -56,7 +56,7 @@ class _Declared(msgspec.Struct, frozen=True, kw_only=True):
 _decode_declared = msgspec.json.Decoder(_Declared).decode
 
 
-class AdapterNames:
+class AdapterAliases:
     """The aliases of all models in the database at ``url``; for any number of threads and processes.
 
     Every method raises :class:`policy.errors.Unreachable` if the database does not answer.
@@ -69,11 +69,11 @@ class AdapterNames:
     def close(self) -> None:
         self._database.close()
 
-    def catalog(self, epoch: float, version: int) -> Catalog:
+    def catalog(self, epoch: float, version: int) -> CatalogSnapshot:
         """All aliases now."""
         with self._database.reading() as connection:
             found = load(connection)
-        return Catalog(epoch=epoch, version=version, aliases=tuple(record.alias for record in found))
+        return CatalogSnapshot(epoch=epoch, version=version, aliases=tuple(record.alias for record in found))
 
     def revision(self) -> int:
         """A number that grows with every change of any name."""
@@ -226,15 +226,15 @@ def _versions(row: AdapterRow) -> str:
 
 
 def _numbered(
-    kept: tuple[Version, ...], candidates: Sequence[NewVersion], at: float
-) -> tuple[tuple[Version, ...], Split]:
+    kept: tuple[CatalogVersion, ...], candidates: Sequence[NewVersion], at: float
+) -> tuple[tuple[CatalogVersion, ...], Split]:
     """The versions including new ``candidates``, and the weights of all candidates by number."""
     by_digest = {version.digest: version for version in kept}
     weights: dict[int, float] = {}
     for digest, facts, source, weight in candidates:
         if digest not in by_digest:
             number = max((version.number for version in by_digest.values()), default=0) + 1
-            by_digest[digest] = Version(
+            by_digest[digest] = CatalogVersion(
                 number=number, digest=digest, rank=facts.rank, size=facts.size, source=source, at=at
             )
         number = by_digest[digest].number
@@ -288,7 +288,9 @@ def _share(split: Split, number: int) -> float:
     return dict(split).get(number, 0.0) / sum(weight for _, weight in split)
 
 
-def _standing_for(before: AdapterRow, split: Split, kept: tuple[Version, ...] | None = None) -> AdapterRow:
+def _standing_for(
+    before: AdapterRow, split: Split, kept: tuple[CatalogVersion, ...] | None = None
+) -> AdapterRow:
     """``before`` with another split; the current one is added to its history."""
     found = before.alias.versions if kept is None else kept
     past = before.history

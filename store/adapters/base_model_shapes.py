@@ -26,22 +26,22 @@ _QUANTIZATION = re.compile(
 _OLD_PREFIX = "meta-"
 
 # [outputs, inputs]; None if unknown from the checkpoint.
-Shape = tuple[int, int] | None
+TensorShape = tuple[int, int] | None
 
 
-class BaseModel:
+class BaseModelShapes:
     """The linear modules of a base model by their names in the checkpoint, with shapes.
 
     ``names`` are those that it is known by, the first of them for people; without any it goes by every name.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], names: Sequence[str] = ()) -> None:
+    def __init__(self, shapes: Mapping[str, TensorShape], names: Sequence[str] = ()) -> None:
         self.title = next(iter(names), "")
         self._names = frozenset(_comparable(name) for name in names) - {""}
         self._linear = shapes
         # Prefixes of names may differ between checkpoint and model classes; names within layers do not.
         # Two towers of a model share those names, so one name may have several shapes.
-        self._tails: dict[str, set[Shape]] = {}
+        self._tails: dict[str, set[TensorShape]] = {}
         self._endings: set[str] = set()
         for name, shape in shapes.items():
             if tail := _tail(name):
@@ -50,12 +50,12 @@ class BaseModel:
             self._endings.update(".".join(parts[start:]) for start in range(len(parts)))
 
     @classmethod
-    def of(cls, directory: Path, names: Sequence[str] = ()) -> BaseModel:
+    def of(cls, directory: Path, names: Sequence[str] = ()) -> BaseModelShapes:
         """Read the model in ``directory``, known by ``names``, from the headers of its ``*.safetensors``.
 
         Raises :class:`policy.errors.AdapterRefused` with the code ``base_model`` if they cannot be.
         """
-        shapes: dict[str, Shape] = {}
+        shapes: dict[str, TensorShape] = {}
         try:
             for file in sorted(directory.glob("*.safetensors")):
                 for name, tensor in tensors(file).items():
@@ -72,7 +72,7 @@ class BaseModel:
         """Whether ``name`` may be one of the model's: a repository, path or package, quantized or not."""
         return not self._names or _comparable(name) in self._names | {""}
 
-    def shapes(self, module: str) -> tuple[Shape, ...]:
+    def shapes(self, module: str) -> tuple[TensorShape, ...]:
         """The possible shapes of the module with this name; none if there is no such module."""
         if module in self._linear:
             return (self._linear[module],)
@@ -101,7 +101,7 @@ def _comparable(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", _QUANTIZATION.sub("", last))
 
 
-def _module(name: str, tensor: Tensor) -> tuple[str, Shape]:
+def _module(name: str, tensor: Tensor) -> tuple[str, TensorShape]:
     """The linear module of a weight tensor, and its shape; an empty name for other tensors."""
     for ending in _PACKED_NAMES:
         if name.endswith(ending):

@@ -26,7 +26,7 @@ _WORK = ".work-"
 KEPT_S = 7 * 86_400.0
 
 
-class Blobs:
+class AdapterBlobStore:
     """The adapters stored under ``root``; safe for all threads and processes of one machine.
 
     Every method blocks; some read a whole adapter.

@@ -24,7 +24,7 @@ from sqlalchemy import (
     true,
 )
 
-from policy.wire.adapter_catalog import Alias, Version
+from policy.wire.adapter_catalog import Alias, CatalogVersion
 from store.database import counter, increment, key_columns, metadata, required_columns
 
 _TO_ALIAS = (["model", "name"], ["aliases.model", "aliases.name"])
@@ -95,10 +95,10 @@ def load(connection: Connection, model: str | None = None, name: str | None = No
         order = (table.c.model, table.c.name, table.c[last])
         return connection.execute(select(table).where(selected).order_by(*order))  # type: ignore[return-value]
 
-    kept: dict[tuple[str, str], list[Version]] = defaultdict(list)
+    kept: dict[tuple[str, str], list[CatalogVersion]] = defaultdict(list)
     for row in rows(versions, "number"):
         fields = row._asdict()
-        kept[fields.pop("model"), fields.pop("name")].append(Version(**fields))
+        kept[fields.pop("model"), fields.pop("name")].append(CatalogVersion(**fields))
     shares: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for row in rows(splits, "number"):
         shares[row[:2]].append((row[2], row[3]))

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from policy.errors import AdapterRefused
 from store.adapters.public_hosts import PublicHosts
-from store.progress_report import Progress, Report
+from store.progress_report import ProgressLine, Report
 from store.state_dir import write_atomic
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#]*@)?(?P<place>[^?#]*)")
 
 
 class FetchJob(NamedTuple):
-    """``source`` as the user wrote it, and directories of :class:`store.adapters.blobs.Blobs`.
+    """``source`` as the user wrote it, and directories of :class:`store.adapters.blobs.AdapterBlobStore`.
 
     ``into`` is the target, empty and private. ``parts`` is for partial downloads and outlives this process.
     ``token_file`` may contain a Hugging Face token. ``hosts`` are those that it may be fetched from; ``None``
@@ -44,7 +44,7 @@ class FetchJob(NamedTuple):
             nonlocal last
             if (now := int(100 * fraction)) > last:
                 last = now
-                self.report(Progress(step=step, message=message, fraction=now / 100))
+                self.report(ProgressLine(step=step, message=message, fraction=now / 100))
 
         return percent
 

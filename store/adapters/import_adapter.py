@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
 from store.adapters.adapter_aliases import NewVersion
-from store.adapters.base_model_shapes import BaseModel
-from store.adapters.blobs import Blobs
+from store.adapters.base_model_shapes import BaseModelShapes
+from store.adapters.blobs import AdapterBlobStore
 from store.adapters.fetch import fetch
 from store.adapters.fetch_context import FetchJob, redacted
 from store.adapters.public_hosts import PublicHosts
 from store.adapters.validate import ValidationLimits, validate
-from store.progress_report import Progress, Report
+from store.progress_report import ProgressLine, Report
 
 
 class ImportLimits(NamedTuple):
@@ -25,13 +25,13 @@ class ImportLimits(NamedTuple):
     ``token_file`` may hold a Hugging Face token. ``hosts`` are those that sources may be fetched from.
     """
 
-    base: BaseModel | None
+    base: BaseModelShapes | None
     limits: ValidationLimits
     token_file: str | None = None
     hosts: PublicHosts | None = None
 
 
-def import_adapter(blobs: Blobs, source: str, terms: ImportLimits, report: Report) -> NewVersion:
+def import_adapter(blobs: AdapterBlobStore, source: str, terms: ImportLimits, report: Report) -> NewVersion:
     """Import the adapter at ``source`` into ``blobs``; blocks until it is stored.
 
     Raises :class:`policy.errors.AdapterRefused` for an invalid adapter, and
@@ -44,7 +44,7 @@ def import_adapter(blobs: Blobs, source: str, terms: ImportLimits, report: Repor
             job = FetchJob(source, into, parts, terms.limits.max_bytes, report, terms.token_file, terms.hosts)
             fetch(job)
             facts = validate(into, terms.base, terms.limits, job.progress("check", "checking its numbers"))
-            report(Progress(step="store", message="forcing it to disk"))
+            report(ProgressLine(step="store", message="forcing it to disk"))
             digest = blobs.seal(into, redacted(source))
             blobs.publish(into, digest)
             return NewVersion(digest, facts, redacted(source))

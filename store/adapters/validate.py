@@ -16,7 +16,7 @@ import msgspec
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.base_model_shapes import BaseModel
+from store.adapters.base_model_shapes import BaseModelShapes
 from store.adapters.tensors import Tensor, is_finite, tensors
 from store.model_weights.package_source import PICKLES
 
@@ -76,7 +76,7 @@ class _Ranks(NamedTuple):
 
 def validate(
     directory: Path,
-    base: BaseModel | None,
+    base: BaseModelShapes | None,
     limits: ValidationLimits,
     progress: Callable[[float], None] = lambda part: None,
 ) -> AdapterFacts:
@@ -157,7 +157,7 @@ def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
     return _Ranks(config["r"], patterns)
 
 
-def _check_base(config: dict[str, Any], base: BaseModel) -> None:
+def _check_base(config: dict[str, Any], base: BaseModelShapes) -> None:
     """Refuse an adapter that was made for another model, even if its shapes fit."""
     named = config.get("base_model_name_or_path")
     if isinstance(named, str) and not base.is_called(named):
@@ -207,14 +207,14 @@ def _pairs(found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return {module: (halves["A"], halves["B"]) for module, halves in sides.items()}
 
 
-def _check_targets(targets: list[str] | str, base: BaseModel) -> None:
+def _check_targets(targets: list[str] | str, base: BaseModelShapes) -> None:
     """Check a list of target modules. A pattern (text) is not evaluated: the weights name them."""
     for target in targets if isinstance(targets, list) else ():
         if not base.has(target):
             raise _wrong_target(f"target_modules has {target!r:.200}, which the base model lacks")
 
 
-def _check_pair(module: str, down: Tensor, up: Tensor, rank: int, base: BaseModel | None) -> None:
+def _check_pair(module: str, down: Tensor, up: Tensor, rank: int, base: BaseModelShapes | None) -> None:
     if module.rpartition(".")[2] in NOT_LINEAR:
         raise _wrong_target(f"{module:.200} is a table of tokens; expected linear modules")
     if len(down.shape) != 2 or len(up.shape) != 2 or (down.shape[0], up.shape[1]) != (rank, rank):

@@ -6,12 +6,12 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from policy.leader_election import Lease
+from policy.leader_election import LeaderLease
 from store.database import Database
 from store.election.tables import CONTROLLER, leases
 from store.tenancy.ledger import insert_of
 
-_FIELDS = Lease.__struct_fields__
+_FIELDS = LeaderLease.__struct_fields__
 
 
 class DatabaseLease:
@@ -20,13 +20,13 @@ class DatabaseLease:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def read(self) -> Lease | None:
+    def read(self) -> LeaderLease | None:
         """The lease; ``None`` before there was any."""
         with self._database.reading() as connection:
             row = connection.execute(select(leases)).one_or_none()
-        return None if row is None else Lease(**{name: getattr(row, name) for name in _FIELDS})
+        return None if row is None else LeaderLease(**{name: getattr(row, name) for name in _FIELDS})
 
-    def replace(self, seen: Lease | None, new: Lease) -> bool:
+    def replace(self, seen: LeaderLease | None, new: LeaderLease) -> bool:
         """Write ``new`` if the lease is still the one that was ``seen``; whether it was."""
         values = {name: getattr(new, name) for name in _FIELDS}
         # Nobody's long transaction costs the leader its lease.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class LeaderState(StateDir):
+class DatabaseStateDir(StateDir):
     """A state directory whose files that the next leader needs are rows of the ``database``.
 
     They are those of the leader of ``term``: after :meth:`claim` those of lower terms write nothing any more.

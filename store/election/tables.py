@@ -11,7 +11,7 @@ TERM = "controller_term"
 # The only row of the lease.
 CONTROLLER = "controller"
 
-# The fields of :class:`policy.leader_election.Lease`.
+# The fields of :class:`policy.leader_election.LeaderLease`.
 leases = Table(
     "controller_lease",
     metadata,

@@ -33,7 +33,7 @@ _KEEPALIVE = (
 )
 
 
-class Metadata(msgspec.Struct, rename="camel"):
+class ObjectMetadata(msgspec.Struct, rename="camel"):
     """What is read of an object's metadata."""
 
     name: str = ""
@@ -48,7 +48,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 class ApiObject(Protocol):
     """An object of the API: a structure with its metadata."""
 
-    metadata: Metadata
+    metadata: ObjectMetadata
 
 
 Object = TypeVar("Object", bound=ApiObject)
@@ -57,7 +57,7 @@ Object = TypeVar("Object", bound=ApiObject)
 class _List(msgspec.Struct):
     """Of a Go server, for which no items may be ``null``."""
 
-    metadata: Metadata
+    metadata: ObjectMetadata
     items: list[msgspec.Raw] | None = None
 
 
@@ -67,7 +67,7 @@ class _Event(msgspec.Struct):
 
 
 class _Versioned(msgspec.Struct):
-    metadata: Metadata
+    metadata: ObjectMetadata
 
 
 class _Status(msgspec.Struct):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from store.kubernetes.api_server import Metadata
+from store.kubernetes.api_server import ObjectMetadata
 
 PREFIX = "tidegate.io/"
 # Labels.
@@ -27,7 +27,7 @@ def replica_id(pod: str, uid: str) -> str:
     return f"{pod}-{uid[:8]}" if uid and pod.rpartition("-")[2].isdecimal() else pod
 
 
-def shape_and_mode(pod: Metadata, service: Mapping[str, str]) -> tuple[str, str] | None:
+def shape_and_mode(pod: ObjectMetadata, service: Mapping[str, str]) -> tuple[str, str] | None:
     """The labels of the pod, or those of its ``service``; ``None`` if neither has one of the two."""
     for labels in (pod.labels, service):
         if labels.keys() & {SHAPE, MODE}:
@@ -35,7 +35,7 @@ def shape_and_mode(pod: Metadata, service: Mapping[str, str]) -> tuple[str, str]
     return None
 
 
-def kv_events_ports(pod: Metadata, service: Mapping[str, str]) -> tuple[str, str] | None:
+def kv_events_ports(pod: ObjectMetadata, service: Mapping[str, str]) -> tuple[str, str] | None:
     """The ports of its KV events, as the pod, or else a label of its ``service``, says them."""
     for given in (pod.annotations, pod.labels, service):
         if KV_EVENTS_PORT in given:
@@ -43,7 +43,7 @@ def kv_events_ports(pod: Metadata, service: Mapping[str, str]) -> tuple[str, str
     return None
 
 
-def adapters_of(pod: Metadata) -> tuple[str, ...]:
+def adapters_of(pod: ObjectMetadata) -> tuple[str, ...]:
     """The names in the annotation."""
     names = (name.strip() for name in pod.annotations.get(ADAPTERS, "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))

@@ -16,8 +16,8 @@ import msgspec
 
 from policy.config.control import KubernetesLease
 from policy.errors import Unreachable
-from policy.leader_election import Lease
-from store.kubernetes.api_server import Metadata, api_client, own_namespace
+from policy.leader_election import LeaderLease
+from store.kubernetes.api_server import ObjectMetadata, api_client, own_namespace
 
 ADDRESS = "tidegate.io/address"
 RENEWALS = "tidegate.io/renewals"
@@ -35,7 +35,7 @@ class _Spec(msgspec.Struct, rename="camel", omit_defaults=True):
 
 
 class _Object(msgspec.Struct):
-    metadata: Metadata
+    metadata: ObjectMetadata
     spec: _Spec = msgspec.field(default_factory=_Spec)
 
 
@@ -47,9 +47,9 @@ class KubernetesLeaseStore:
         self._namespace = named.namespace or own_namespace()
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{self._namespace}/leases"
         # The lease that was read or written last, and its version.
-        self._known: tuple[Lease | None, str] = (None, "")
+        self._known: tuple[LeaderLease | None, str] = (None, "")
 
-    def read(self) -> Lease | None:
+    def read(self) -> LeaderLease | None:
         """The lease; ``None`` before there was any."""
         answer = self._call("GET", f"/{self._named.name}")
         if answer.status_code == httpx.codes.NOT_FOUND:
@@ -58,7 +58,7 @@ class KubernetesLeaseStore:
             self._take(self._checked(answer))
         return self._known[0]
 
-    def replace(self, seen: Lease | None, new: Lease) -> bool:
+    def replace(self, seen: LeaderLease | None, new: LeaderLease) -> bool:
         """Write ``new`` if the lease is still the one that was ``seen``; whether it was."""
         known, version = self._known
         if known != seen:
@@ -77,7 +77,7 @@ class KubernetesLeaseStore:
     def _take(self, answer: httpx.Response) -> None:
         found = msgspec.json.decode(answer.content, type=_Object)
         spec, notes = found.spec, found.metadata.annotations
-        lease = Lease(
+        lease = LeaderLease(
             holder=spec.holder_identity or notes.get(ADDRESS, ""),
             address=notes.get(ADDRESS, ""),
             term=spec.lease_transitions or 0,
@@ -92,7 +92,7 @@ class KubernetesLeaseStore:
         same = known is not None and (known.term, known.renewals) == (lease.term, lease.renewals)
         self._known = known if same else lease, found.metadata.resource_version
 
-    def _document(self, lease: Lease, version: str) -> dict[str, Any]:
+    def _document(self, lease: LeaderLease, version: str) -> dict[str, Any]:
         metadata: dict[str, Any] = {
             "name": self._named.name,
             "namespace": self._namespace,

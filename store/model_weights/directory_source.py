@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 
 from policy.errors import ModelUnavailable
-from store.progress_report import Prepared
+from store.progress_report import PreparedWeights
 
 
-def prepare_directory(path: Path) -> Prepared:
+def prepare_directory(path: Path) -> PreparedWeights:
     """The model in ``path``, which holds ``config.json`` and ``*.safetensors``.
 
     The digest covers the name, size and modification time (nanoseconds) of every file and the content of each
@@ -30,4 +30,4 @@ def prepare_directory(path: Path) -> Prepared:
                 whole.update(file.read_bytes())
     except OSError as error:
         raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-    return Prepared(path=path, digest=whole.hexdigest())
+    return PreparedWeights(path=path, digest=whole.hexdigest())

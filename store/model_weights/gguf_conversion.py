@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from policy.errors import ModelUnavailable
-from store.progress_report import Progress, Report
+from store.progress_report import ProgressLine, Report
 
 COMMAND = (sys.executable, "-m", "store.model_weights.gguf_conversion")
 
@@ -44,7 +44,7 @@ def convert(command: tuple[str, ...], source: Path, target: Path, report: Report
         try:
             for line in child.stdout:
                 if line.startswith(b"{"):
-                    report(msgspec.json.decode(line, type=Progress))
+                    report(msgspec.json.decode(line, type=ProgressLine))
             code = child.wait()
         finally:
             child.kill()

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from policy.errors import ModelUnavailable
 from store.model_weights.directory_source import prepare_directory
-from store.progress_report import Prepared, Progress, Report
+from store.progress_report import PreparedWeights, ProgressLine, Report
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]*))?")
@@ -27,7 +27,7 @@ WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges
 UNWANTED = ["*/*", "*.bin", "*.pt", "*.pth", "*.py"]
 
 
-def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepared:
+def prepare_hub(source: str, *, token_file: str | None, report: Report) -> PreparedWeights:
     """The snapshot of ``ORG/NAME`` or ``ORG/NAME@REVISION``; cached files are not fetched again.
 
     The digest is the snapshot's commit. Raises :class:`policy.errors.ModelUnavailable`.
@@ -36,7 +36,7 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
     if match is None:
         raise ModelUnavailable(f"{source!r} is not ORG/NAME or ORG/NAME@REVISION")
     token = read_token(token_file)
-    report(Progress(step="fetch", message=f"fetching {source} from the Hugging Face hub"))
+    report(ProgressLine(step="fetch", message=f"fetching {source} from the Hugging Face hub"))
     try:
         path = huggingface_hub.snapshot_download(
             match["repo"],
@@ -49,7 +49,7 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
     except Exception as error:  # the hub's HTTP client and its download backends have their own exceptions
         raise ModelUnavailable(explain(source, token, error)) from error
     snapshot = Path(str(path))
-    return Prepared(path=prepare_directory(snapshot).path, digest=snapshot.name)
+    return PreparedWeights(path=prepare_directory(snapshot).path, digest=snapshot.name)
 
 
 def read_token(token_file: str | None) -> str | None:
@@ -100,6 +100,6 @@ def reporter(source: str, report: Report) -> type[Any]:
             percent = min(int(100 * self.n / self.total), 100)
             if percent > self.percent:
                 self.percent = percent
-                report(Progress(step="fetch", message=f"fetching {source}", fraction=percent / 100))
+                report(ProgressLine(step="fetch", message=f"fetching {source}", fraction=percent / 100))
 
     return Bar

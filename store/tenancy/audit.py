@@ -12,14 +12,14 @@ import msgspec
 from msgspec import structs
 from sqlalchemy import Connection, insert, select
 
-from policy.wire.accounting_api import Actor, AuditEntry, AuditQuery
+from policy.wire.accounting_api import AuditActor, AuditEntry, AuditQuery
 from store.tenancy.tables import audit
 
 
 def record(
     connection: Connection,
     at: float,
-    actor: Actor,
+    actor: AuditActor,
     action: str,
     target: str,
     *,

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import structs
 from sqlalchemy import ColumnElement, Connection, Table, and_, func, insert, or_, select, true, update
 
-from policy.config.tenancy import Access
-from policy.wire.accounting_api import Role
+from policy.config.tenancy import AccessPolicy
+from policy.wire.accounting_api import AdminRole
 from store.tenancy.tables import admin_keys, api_keys
 
 _ID_BYTES = 8
-_decode_access = msgspec.json.Decoder(Access).decode
+_decode_access = msgspec.json.Decoder(AccessPolicy).decode
 
 
 class AnyKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,14 +32,14 @@ class KeyRecord(AnyKeyRecord, frozen=True, kw_only=True):
 
     tenant: str
     alias: str
-    access: Access
+    access: AccessPolicy
 
 
 class AdminKeyRecord(AnyKeyRecord, frozen=True, kw_only=True):
     """A key of the admin port."""
 
     name: str
-    role: Role
+    role: AdminRole
 
 
 R = TypeVar("R", bound=AnyKeyRecord)
@@ -133,4 +133,4 @@ def _key(row: Any) -> KeyRecord:
 
 def _admin_key(row: Any) -> AdminKeyRecord:
     fields = row._asdict()
-    return AdminKeyRecord(**fields | {"role": Role(fields["role"])})
+    return AdminKeyRecord(**fields | {"role": AdminRole(fields["role"])})

@@ -26,7 +26,7 @@ class LedgerKey(NamedTuple):
     adapter: str
 
 
-class Counts:
+class UsageTotals:
     """Sums of usage; ``prompt_tokens`` include those that were cached, ``cost_nano`` is money in 1e-9."""
 
     __slots__ = COUNTS
@@ -37,7 +37,7 @@ class Counts:
         self.joules = 0.0
 
 
-def add(connection: Connection, sums: Mapping[LedgerKey, Counts]) -> None:
+def add(connection: Connection, sums: Mapping[LedgerKey, UsageTotals]) -> None:
     """Add ``sums`` to the ledger."""
     insert: Any = insert_of(connection)(ledger)
     added = {name: ledger.c[name] + insert.excluded[name] for name in COUNTS}

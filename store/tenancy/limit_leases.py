@@ -15,7 +15,7 @@ _NOW = text("SELECT extract(epoch FROM clock_timestamp())")
 _AT_ONCE = 500
 
 
-class Lease(NamedTuple):
+class LimitLease(NamedTuple):
     """A host's ``share`` of a limit until ``expires``, and its ``demand`` in requests a second."""
 
     host: str
@@ -39,20 +39,20 @@ def meet(connection: Connection, host: str, at: float, *, lives_s: float) -> lis
     return list(connection.execute(select(hosts.c.host).where(hosts.c.seen > at - lives_s)).scalars())
 
 
-def read(connection: Connection, limits: Collection[str], since: float) -> dict[str, list[Lease]]:
+def read(connection: Connection, limits: Collection[str], since: float) -> dict[str, list[LimitLease]]:
     """All hosts' leases of ``limits`` that did not end before ``since``."""
-    found: dict[str, list[Lease]] = {limit: [] for limit in limits}
+    found: dict[str, list[LimitLease]] = {limit: [] for limit in limits}
     wanted = list(limits)
     for i in range(0, len(wanted), _AT_ONCE):
         query = select(limit_leases).where(
             limit_leases.c.limit_id.in_(wanted[i : i + _AT_ONCE]), limit_leases.c.expires > since
         )
         for row in connection.execute(query):
-            found[row.limit_id].append(Lease(row.host, row.share, row.demand, row.expires))
+            found[row.limit_id].append(LimitLease(row.host, row.share, row.demand, row.expires))
     return found
 
 
-def hold(connection: Connection, leases: Mapping[str, Lease]) -> None:
+def hold(connection: Connection, leases: Mapping[str, LimitLease]) -> None:
     """Write a host's leases by limit, in place of its former ones; in an exclusive transaction."""
     insert: Any = insert_of(connection)(limit_leases)
     statement = insert.on_conflict_do_update(

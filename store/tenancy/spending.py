@@ -16,7 +16,7 @@ _DAY_S = 86_400
 _AT_ONCE = 500
 
 
-class Budget(NamedTuple):
+class SpendBudget(NamedTuple):
     """A budget's owner and period: of a tenant, or of a key; ``duration`` is empty without one.
 
     ``begin`` is the Unix second in which the period began.
@@ -32,7 +32,7 @@ class Budget(NamedTuple):
         return f"{'key' if self.is_key else 'tenant'} {self.name}"
 
 
-def read(connection: Connection, budgets: Sequence[Budget]) -> dict[Budget, int]:
+def read(connection: Connection, budgets: Sequence[SpendBudget]) -> dict[SpendBudget, int]:
     """What was spent of ``budgets``, in nano-units; those of which nothing is noted are left out."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     owners = [budget.owner for budget in budgets]
@@ -48,12 +48,12 @@ def read(connection: Connection, budgets: Sequence[Budget]) -> dict[Budget, int]
     return spent
 
 
-def note(connection: Connection, budgets: Iterable[Budget]) -> None:
+def note(connection: Connection, budgets: Iterable[SpendBudget]) -> None:
     """Note ``budgets`` of which nothing is noted; in an exclusive transaction."""
     add(connection, dict.fromkeys(budgets, 0))
 
 
-def add(connection: Connection, costs: Mapping[Budget, int]) -> None:
+def add(connection: Connection, costs: Mapping[SpendBudget, int]) -> None:
     """Add ``costs`` in nano-units, before the ledger has them; in an exclusive transaction.
 
     A budget that is noted for the first time starts with what the ledger has since the day when its period
@@ -77,7 +77,7 @@ def add(connection: Connection, costs: Mapping[Budget, int]) -> None:
         connection.execute(statement, rows)
 
 
-def _of_ledger(connection: Connection, budget: Budget) -> int:
+def _of_ledger(connection: Connection, budget: SpendBudget) -> int:
     if budget.begin % _DAY_S:
         return 0
     whose = ledger.c.key_id if budget.is_key else ledger.c.tenant

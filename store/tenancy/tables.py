@@ -36,7 +36,7 @@ tenants = Table(
     *required_columns(Boolean, "blocked"),
     *required_columns(Double, "created"),
 )
-# ``access`` is a :class:`policy.config.tenancy.Access` as JSON.
+# ``access`` is an :class:`policy.config.tenancy.AccessPolicy` as JSON.
 api_keys = Table(
     "api_keys",
     metadata,

@@ -20,18 +20,24 @@ import pytest
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import Candidate
-from policy.routing.settings import Settings
+from policy.routing.settings import RoutingSettings
 from policy.stats.quantiles import nearest_rank
 from policy.wire.capture import BLOCK_TOKENS
 from policy.wire.headers import SECRET_HEADER
 from sim.arrivals import Arrival
 from sim.benchmarks.agents.benchmark import least_computed
-from sim.benchmarks.agents.contenders import CacheAware, Contender, RoundRobin, SessionHash, WeightedScores
+from sim.benchmarks.agents.contenders import (
+    BaselineRouter,
+    CacheAwareRouter,
+    RoundRobinRouter,
+    SessionHashRouter,
+    WeightedScoresRouter,
+)
 from sim.simulator.closed_loop import ClosedLoop
 from sim.workload.generators.agents import Agents
 from sim.workload.generators.arrivals import RateShape
 from sim.workload.generators.generate import GeneratedWorkload, generate
-from sim.workload.generators.request_distributions import Lengths
+from sim.workload.generators.request_distributions import LengthDistribution
 from tests.e2e.stack import Stack, running
 
 REPLICAS = 3
@@ -44,8 +50,8 @@ AGENTS = Agents(
 )  # fmt: skip
 WORKLOAD = GeneratedWorkload(
     arrivals=RateShape(rate=4.0),
-    input_tokens=Lengths(p50=200, p99=1200, max=2000),
-    output_tokens=Lengths(p50=10, p99=60, max=100),
+    input_tokens=LengthDistribution(p50=200, p99=1200, max=2000),
+    output_tokens=LengthDistribution(p50=10, p99=60, max=100),
     agents=AGENTS,
 )
 DOCUMENT = {
@@ -59,8 +65,8 @@ DOCUMENT = {
     "budget": {"gpus": 0},
     "gateway": {"workers": 1},
 }  # fmt: skip
-QUICK: tuple[type[Contender], ...] = (WeightedScores,)
-ALL = (*QUICK, RoundRobin, SessionHash, CacheAware)
+QUICK: tuple[type[BaselineRouter], ...] = (WeightedScoresRouter,)
+ALL = (*QUICK, RoundRobinRouter, SessionHashRouter, CacheAwareRouter)
 
 
 class Answer(NamedTuple):
@@ -131,8 +137,10 @@ async def play(trace: list[Arrival], send: Send) -> list[Answer]:
 class ClientRouter:
     """Sends to the engines by the rule of a contender, without a gateway."""
 
-    def __init__(self, contender: type[Contender], stack: Stack, client: httpx.AsyncClient, run: str) -> None:
-        self._router = contender(Settings())
+    def __init__(
+        self, contender: type[BaselineRouter], stack: Stack, client: httpx.AsyncClient, run: str
+    ) -> None:
+        self._router = contender(RoutingSettings())
         self._draws = random.Random(1)  # noqa: S311 - reproducible
         self._urls = {each.id: each.url for each in stack.replicas("m")}
         self._candidates = [Candidate(name, hash_name(name)) for name in self._urls]
@@ -164,7 +172,7 @@ class ClientRouter:
     ],
 )
 async def test_the_gateway_computes_the_fewest_tokens_twice(
-    stack: Stack, seconds: float, contenders: tuple[type[Contender], ...]
+    stack: Stack, seconds: float, contenders: tuple[type[BaselineRouter], ...]
 ) -> None:
     trace = list(generate(WORKLOAD, "contract", seconds, lambda path: ()))
     least = sum(least_computed(trace))

@@ -18,7 +18,7 @@ from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.capture_to_trace import CaptureFile, in_order
 from tidegate.replay.endpoint_api import RequestFormat
-from tidegate.replay.http_client import Pool
+from tidegate.replay.http_client import ReplayConnectionPool
 from tidegate.replay.replay_and_capture import capture, replay
 
 FULL = CaptureLine(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
@@ -52,7 +52,7 @@ async def test_a_replayed_trace_is_captured_unchanged(tmp_path: Path) -> None:
                 token = StateDir(tmp_path).admin_token()
                 capturing = asyncio.create_task(capture(stack.admin_url, token, spool, for_s=None))
                 await written.wait()
-                pool, request_format = Pool(stack.url), RequestFormat()
+                pool, request_format = ReplayConnectionPool(stack.url), RequestFormat()
                 await replay(
                     trace, pool, request_format, seed=1, in_flight=8, record=None, on_row=lambda _: None
                 )

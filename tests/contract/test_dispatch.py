@@ -11,22 +11,22 @@ import pytest
 
 from gateway.protocol.errors import Refused
 from gateway.queue.admission import Admission
-from gateway.queue.model_queue import Ticket
+from gateway.queue.model_queue import QueueTicket
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.admission.retry_policy import AttemptOutcome
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.request import Request
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from sim.arrivals import Arrival
 from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.fleet import Fleet, SimulatedReplica
 from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
-from sim.simulator.run_record import Outcome
+from sim.simulator.run_record import RequestOutcome
 
 # An event: requests that arrive, a crash of the oldest replica, a replica that becomes ready, first tokens of
 # all that run, the end of all that run.
@@ -60,14 +60,14 @@ class Live:
         self.served = ServedModel("m")
         self.served.health.configure(deployment.gateway.eject, deployment.gateway.retry)
         self.admission = Admission(
-            Metrics(),
+            WorkerMetrics(),
             ModelRouters(random.Random(1), deployment=lambda: deployment),  # noqa: S311
             lambda: deployment,
         )
         self.started = 0
         self.counts: Counter[str] = Counter()
-        self.running: dict[Ticket, asyncio.Future[AttemptOutcome]] = {}
-        self.first: set[Ticket] = set()
+        self.running: dict[QueueTicket, asyncio.Future[AttemptOutcome]] = {}
+        self.first: set[QueueTicket] = set()
         self.clients: list[asyncio.Task[None]] = []
         self.clock = asyncio.get_running_loop().time
 
@@ -83,7 +83,7 @@ class Live:
                 shape="small",
                 generation=1,
                 state=ReplicaPhase.READY,
-                load=Load(at=0.0, bound=self.bound),
+                load=ReplicaLoad(at=0.0, bound=self.bound),
                 url="http://r:1",
             )
             handles.append(ReplicaHandle(replica, 1.0, None, health=self.served.health))
@@ -181,7 +181,7 @@ class Simulated:
     def outcomes(self) -> dict[str, int]:
         return {**self.counts, **self.fleet.health.counters.retries}
 
-    def _over(self, ticket: SimulatedTicket, outcome: Outcome, at: float) -> None:
+    def _over(self, ticket: SimulatedTicket, outcome: RequestOutcome, at: float) -> None:
         self.counts[outcome.name.lower()] += 1
 
     def _lost(self, runner: SimulatedReplica) -> None:

@@ -12,7 +12,7 @@ from tests.contract.streams import Streams
 from tests.e2e.stack import Stack, eventually
 from tests.ports import free_ports
 from tests.ray_nodes import GPUS_EACH, HEAD, NODE, two_nodes
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1800, func_only=True)]
 
@@ -129,7 +129,7 @@ def test_what_no_node_can_have_is_refused_by_up_and_apply(stack: Stack) -> None:
             stack.write()
             done = stack.run(verb, str(stack.file))
             # What only the cluster knows ends the start of the controller.
-            codes = {Exit.INVALID, Exit.FAILED} if verb == "up" else {Exit.INVALID}
+            codes = {ExitCode.INVALID, ExitCode.FAILED} if verb == "up" else {ExitCode.INVALID}
             if done.returncode not in codes or expected not in done.stderr:
                 wrong.append(f"{verb}: {expected}: {done.returncode} {done.stdout} {done.stderr}")
             if verb == "up":

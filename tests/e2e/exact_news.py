@@ -20,7 +20,7 @@ from policy.types import ReplicaPhase
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.engine_server import MODULES
 from serve.engine.interface import Engine, EngineSpec
-from serve.engine.request_guard import Guard
+from serve.engine.request_guard import RequestGuard
 from store.event_loop.uvicorn_server import UvicornServer
 from store.state_dir import listen
 from tests.gateway.fake_replica import SECRET
@@ -45,7 +45,7 @@ class EngineReplica:
     async def start(self) -> None:
         self.engine = await importlib.import_module(MODULES[self._spec.kind]).create(self._spec)
         adapters = AdapterLoader(self.engine, FakeFiles())
-        guard = Guard(self.engine, adapters, secret=SECRET, bound=self._spec.bound, clock=time.time)
+        guard = RequestGuard(self.engine, adapters, secret=SECRET, bound=self._spec.bound, clock=time.time)
         sock = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         self._pid += 1

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import yaml
 
-from policy.types import Fleet, Replica
+from policy.types import FleetSnapshot, Replica
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import ModelStatus
 from store.state_dir import StateDir
@@ -107,7 +107,7 @@ class Stack:
         """For requests that need no connection of their own: making a client costs 20 ms."""
         return httpx.Client(timeout=300, trust_env=False)
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetSnapshot:
         return self.controller.fleet()
 
     def replicas(self, model: str) -> list[Replica]:

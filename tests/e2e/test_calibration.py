@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from policy.engine.performance_model_file import ModelFile, model_file
+from policy.engine.performance_model_file import PerformanceModelFile, model_file
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import ROOT, Stack, running
 
@@ -80,7 +80,7 @@ def alone(idle_cores: None) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def calibrated(alone: Stack, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelFile]:
+def calibrated(alone: Stack, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PerformanceModelFile]:
     alone.steady(CHAT, 1)
     out = tmp_path_factory.mktemp("calibrated") / "model.json"
     with undisturbed(alone):
@@ -115,7 +115,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_held_out_load_points_are_predicted(calibrated: tuple[Path, ModelFile]) -> None:
+def test_held_out_load_points_are_predicted(calibrated: tuple[Path, PerformanceModelFile]) -> None:
     _, found = calibrated
     assert found.error.itl_p50 <= 0.10
     assert found.error.ttft_p90 <= 0.20
@@ -124,7 +124,7 @@ def test_held_out_load_points_are_predicted(calibrated: tuple[Path, ModelFile]) 
 
 
 def test_the_simulator_agrees_with_the_live_replica(
-    alone: Stack, calibrated: tuple[Path, ModelFile], trace: Path, tmp_path: Path
+    alone: Stack, calibrated: tuple[Path, PerformanceModelFile], trace: Path, tmp_path: Path
 ) -> None:
     record = tmp_path / "record.jsonl"
     url = alone.base_url.removesuffix("/v1")

@@ -19,7 +19,7 @@ from policy.config.deployment import Cluster
 from policy.wire.headers import SECRET_HEADER
 from serve.actuator.local import LocalActuator
 from store.database import Database
-from store.election.database_state_dir import LeaderState
+from store.election.database_state_dir import DatabaseStateDir
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT, Stack, until
@@ -190,7 +190,7 @@ class Elected:
         for stack in self.gateways:
             await stack.close()
         database = Database(self.store)
-        state = LeaderState(self.root / "controller-0", database, 2**40)
+        state = DatabaseStateDir(self.root / "controller-0", database, 2**40)
         actuator = LocalActuator(state, Cluster())
         await actuator.stop()
         await actuator.close()

@@ -16,9 +16,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from gateway.intake.usage_journal import Charge, UsageJournal
-from gateway.protocol.usage import Usage
-from gateway.telemetry.structured_log import Log
+from gateway.intake.usage_journal import UsageCharge, UsageJournal
+from gateway.protocol.usage import TokenUsage
+from gateway.telemetry.structured_log import StructuredLog
 from policy.tenancy.price import TokenRates
 from policy.wire.accounting_api import KEYS, TENANTS, USAGE
 from store.state_dir import StateDir
@@ -230,7 +230,7 @@ async def test_38_the_accounting_process_refuses_changes_and_loses_no_usage(
 ) -> None:
     state = StateDir(tmp_path)
     process = await accounting(tmp_path, PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "metrics"))
-    journal = UsageJournal(state.usage_path, Log(0, StringIO()))
+    journal = UsageJournal(state.usage_path, StructuredLog(0, StringIO()))
 
     async def ask(method: str, path: str, body: object = None) -> tuple[int, Any]:
         """Status and answer; status 0 without an answer."""
@@ -246,9 +246,9 @@ async def test_38_the_accounting_process_refuses_changes_and_loses_no_usage(
         return (await ask("POST", path, body))[0] == 200
 
     def spend() -> None:
-        charge = Charge(journal, "web", "", "m", "", TokenRates(0, 0, 0), 0)
+        charge = UsageCharge(journal, "web", "", "m", "", TokenRates(0, 0, 0), 0)
         charge.begin()
-        charge.end(Usage(0, 0, 1))
+        charge.end(TokenUsage(0, 0, 1))
 
     async def drained(tokens: int) -> bool:
         _, rows = await ask("GET", USAGE)

@@ -12,7 +12,7 @@ from typing import Any
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.server import Server
+from gateway.http.server import HttpServer
 from gateway.http.upload_budget import UploadBudget
 from gateway.routing.shared_counters import LOCAL
 from tests.gateway.http.memory_client import MemoryClient
@@ -53,8 +53,8 @@ class Site:
         self.seen: list[tuple[Any, ...]] = []
         self.server = self.loop.run_until_complete(self._start())
 
-    async def _start(self) -> Server:
-        return Server(
+    async def _start(self) -> HttpServer:
+        return HttpServer(
             self._app, lambda scope: LIMIT, lambda *_: None, LOCAL, UploadBudget(lambda: (1 << 20, 1 << 20))
         )
 

@@ -17,9 +17,9 @@ from typing import Any
 import httptools
 from uvicorn.server import ServerState
 
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.frames import END, MAGIC, RESET
-from serve.engine.frame_server import FrameConnection, FrameStream
+from serve.engine.frame_server import FrameServerConnection, FrameServerStream
 from serve.engine.interface import WRITER, Receive, Scope, Send
 
 SECRET = "secret-of-the-tests"
@@ -156,7 +156,7 @@ class FrameExchange(Exchange):
         super().__init__(connection)
         self.method, self.path, self.body = scope["method"], scope["path"], body
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self._stream: FrameStream = scope["extensions"][WRITER]
+        self._stream: FrameServerStream = scope["extensions"][WRITER]
         self._stream.on_abort(self.gone.set)
 
     @property
@@ -197,7 +197,7 @@ class FrameExchange(Exchange):
         await self.end(body)
 
 
-class FakeFrameConnection(FrameConnection):
+class FakeFrameConnection(FrameServerConnection):
     """A gateway worker's connection."""
 
     exchange = None
@@ -341,7 +341,7 @@ class FakeReplica(FakeServer):
 
 def ready_replica(name: str = "r", model: str = "m", **over: Any) -> Replica:
     """A replica that is ready, as the fleet describes it."""
-    fields = {"shape": "s", "generation": 1, "url": "http://127.0.0.1:9", "load": Load(at=0.0), **over}
+    fields = {"shape": "s", "generation": 1, "url": "http://127.0.0.1:9", "load": ReplicaLoad(at=0.0), **over}
     return Replica(id=name, model=model, **{"state": ReplicaPhase.READY, **fields})
 
 

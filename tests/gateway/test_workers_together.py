@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from loadtests.bench.replica import Counts, Setting
-from loadtests.bench.upstream import Order
-from loadtests.bench.workload import Prefixed, draws
+from loadtests.bench.replica import MockReplicaCounts, MockReplicaSettings
+from loadtests.bench.upstream import UpstreamCommand
+from loadtests.bench.workload import PrefixedChats, draws
 from tests.gateway.worker import ROOT, Stack, until
 from tests.ports import free_ports
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
 REPLICAS, PREFIXES, REQUESTS, CLIENTS = 4, 32, 1600, 32
 RUNS = 3
 # 4 KB of prefix take 21 ms to compute, an answer 40 ms.
-SETTING = Setting(chunks=4, gap_s=0.01, base_s=0.001, token_s=2e-5, lanes=4)
+SETTING = MockReplicaSettings(chunks=4, gap_s=0.01, base_s=0.001, token_s=2e-5, lanes=4)
 
 
 class Upstreams:
@@ -41,10 +41,10 @@ class Upstreams:
         assert ready == "ready"
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", int(port))
 
-    async def send(self, order: Order) -> list[Counts]:
+    async def send(self, order: UpstreamCommand) -> list[MockReplicaCounts]:
         """Send an order to all replicas; their counts."""
         self._writer.write(msgspec.json.encode(order) + b"\n")
-        return msgspec.json.decode(await self._reader.readline(), type=list[Counts])
+        return msgspec.json.decode(await self._reader.readline(), type=list[MockReplicaCounts])
 
     async def stop(self) -> None:
         self._writer.close()
@@ -74,8 +74,8 @@ async def ask(port: int, request: bytes) -> None:
 
 
 async def drive(stack: Stack, upstreams: Upstreams, drawn: Sequence[int]) -> Found:
-    await upstreams.send(Order(setting=SETTING))
-    requests = Prefixed(drawn, 4096, 256)
+    await upstreams.send(UpstreamCommand(setting=SETTING))
+    requests = PrefixedChats(drawn, 4096, 256)
     port = int(stack.url.rpartition(":")[2])
     numbers = iter(range(len(drawn)))
 
@@ -86,7 +86,7 @@ async def drive(stack: Stack, upstreams: Upstreams, drawn: Sequence[int]) -> Fou
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(client(numbers))
-    counts = await upstreams.send(Order())
+    counts = await upstreams.send(UpstreamCommand())
     seen = [count.requests for count in counts]
     assert sum(seen) == len(drawn)
     cold = sum(count.cold for count in counts)

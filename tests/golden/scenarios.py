@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 
 from policy.config.control import ScaleConfig
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.scaling.decide import ModelPolicies
-from policy.scaling.decision_types import Override
+from policy.scaling.decision_types import ModeOverride
 from policy.scaling.policies.registry import choose, make
 from tests.policy.control_play import BOTH, NOON, QUICK, SMALL, Fleet, Model, mode_option
 
@@ -36,7 +36,7 @@ def step() -> Fleet:
 def flash() -> Fleet:
     """Twenty times the load for 40 seconds, which no start can meet."""
     burst = Model("chat", lambda t: 20.0 if 120 <= t < 160 else 1.0, policies=live(), overflow=True)
-    return Fleet(burst, budget=Budget(gpus=6)).run(600)
+    return Fleet(burst, budget=ResourceBudget(gpus=6)).run(600)
 
 
 def stale() -> Fleet:
@@ -61,13 +61,13 @@ def shared() -> Fleet:
     chat = Model(
         "chat", lambda t: 5.0 if 120 <= t < 420 else 1.0, policies=live(), count=2, priority=10, overflow=True
     )
-    return Fleet(batch, chat, budget=Budget(gpus=8)).run(780)
+    return Fleet(batch, chat, budget=ResourceBudget(gpus=8)).run(780)
 
 
 def crossover() -> Fleet:
     """One large replica meets the objective until it cannot keep up; then eight small ones, and back."""
     model = Model("chat", lambda t: 7.5 if 300 <= t < 1500 else 2.0, rungs=BOTH, slo=QUICK, policies=live())
-    return Fleet(model, budget=Budget(gpus=12)).run(2100)
+    return Fleet(model, budget=ResourceBudget(gpus=12)).run(2100)
 
 
 def zero() -> Fleet:
@@ -86,10 +86,10 @@ def zero() -> Fleet:
 def override() -> Fleet:
     """Somebody sets five replicas for five minutes, and later two, which is too few."""
 
-    def hand(t: float) -> Override | None:
+    def hand(t: float) -> ModeOverride | None:
         for begins, ends, count in ((60, 360, 5), (600, 780, 2)):
             if begins <= t < ends + 30:
-                return Override(mode=SMALL.mode, count=count, until=NOON + ends)
+                return ModeOverride(mode=SMALL.mode, count=count, until=NOON + ends)
         return None
 
     return Fleet(Model("chat", lambda t: 2.5, policies=live(), count=3, override=hand)).run(900)

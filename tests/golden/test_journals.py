@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from policy.scaling.decision_types import Decision
-from serve.autoscaler.decision_journal import DecisionRound, Journal
+from serve.autoscaler.decision_journal import DecisionJournal, DecisionRound
 from serve.autoscaler.policies import policies_for
 from tests.policy.control_play import replayed
 
@@ -41,7 +41,7 @@ def without_prose(made: Decision) -> Decision:
 
 @pytest.mark.parametrize("name", ["live_switch", "scenarios"])
 def test_a_journal_of_an_earlier_version_replays_to_the_same_decisions(name: str) -> None:
-    lines = list(Journal(JOURNALS / f"{name}.jsonl").lines())
+    lines = list(DecisionJournal(JOURNALS / f"{name}.jsonl").lines())
     rounds = [line for line in lines if isinstance(line, DecisionRound)]
     assert len(rounds) > 10
     for line in rounds:
@@ -53,7 +53,7 @@ def test_a_journal_of_an_earlier_version_replays_to_the_same_decisions(name: str
 
 
 def test_the_live_journal_has_a_switch_each_way_and_what_came_of_it() -> None:
-    lines = list(Journal(JOURNALS / "live_switch.jsonl").lines())
+    lines = list(DecisionJournal(JOURNALS / "live_switch.jsonl").lines())
     made = [each for line in lines if isinstance(line, DecisionRound) for each in line.decisions.values()]
     switches = {(each.was_mode, each.mode) for each in made if each.mode != each.was_mode}
     assert switches == {("single-large", "multi-replica"), ("multi-replica", "single-large")}

@@ -11,17 +11,17 @@ import pytest
 from flask import Flask
 from prometheus_client import generate_latest
 
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from loadtests import metrics_check, report
 from loadtests.metrics_check import compare, read, settled
 from loadtests.options import prompt
-from loadtests.slo import Ledger, Objective, Outcome
+from loadtests.slo import RequestMeasurement, RequestSlo, RunStatistics
 
-OBJECTIVE = Objective(ttft_s=0.5, itl_s=0.05)
+OBJECTIVE = RequestSlo(ttft_s=0.5, itl_s=0.05)
 
 
-def stream(ttft_s: float, itl_s: float, **more: object) -> Outcome:
-    return Outcome("chat, streamed", e2e_s=2.0, ttft_s=ttft_s, itl_s=itl_s, **more)  # type: ignore[arg-type]
+def stream(ttft_s: float, itl_s: float, **more: object) -> RequestMeasurement:
+    return RequestMeasurement("chat, streamed", e2e_s=2.0, ttft_s=ttft_s, itl_s=itl_s, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ def stream(ttft_s: float, itl_s: float, **more: object) -> Outcome:
         (stream(0.1, 0.051), False),
         (stream(0.1, 0.01, error="cut"), False),
         (stream(0.1, 0.01, aborted=True), False),
-        (Outcome("chat, whole", e2e_s=0.95, tokens=10), True),
-        (Outcome("chat, whole", e2e_s=0.96, tokens=10), False),
+        (RequestMeasurement("chat, whole", e2e_s=0.95, tokens=10), True),
+        (RequestMeasurement("chat, whole", e2e_s=0.96, tokens=10), False),
     ],
 )
-def test_an_outcome_meets_the_objective_within_all_its_limits(outcome: Outcome, met: bool) -> None:
+def test_an_outcome_meets_the_objective_within_all_its_limits(outcome: RequestMeasurement, met: bool) -> None:
     assert OBJECTIVE.met(outcome) is met
 
 
-def example_run() -> Ledger:
+def example_run() -> RunStatistics:
     """Two streams of which one is slow, a whole answer, a failure and a client that left, in 4 s."""
-    ledger = Ledger()
+    ledger = RunStatistics()
     ledger.begin(100.0)
     for ttft_s in (0.2, 0.6, 0.1):
         ledger.first_event("chat, streamed", ttft_s)
@@ -50,8 +50,8 @@ def example_run() -> Ledger:
         stream(0.2, 0.02, gap_s=0.03, gaps=(0.02, 0.04), prompt_tokens=10, tokens=20),
         stream(0.6, 0.02, gap_s=0.03, gaps=(0.03,), tokens=20),
         stream(0.1, 0.02, aborted=True),
-        Outcome("chat, whole", e2e_s=1.0, tokens=40),
-        Outcome("chat, whole", e2e_s=9.0, error="503: queue full"),
+        RequestMeasurement("chat, whole", e2e_s=1.0, tokens=40),
+        RequestMeasurement("chat, whole", e2e_s=9.0, error="503: queue full"),
     ]
     for at, outcome in enumerate(outcomes):
         ledger.end(outcome, OBJECTIVE, 100.0 + at)
@@ -70,7 +70,7 @@ def test_failures_count_against_attainment_and_clients_that_left_do_not() -> Non
 
 
 def test_counts_of_workers_are_merged() -> None:
-    master, worker = Ledger(), example_run()
+    master, worker = RunStatistics(), example_run()
     master.begin(50.0)
     master.put(worker.take(), 52.0)
     master.put(worker.take(), 60.0)
@@ -94,22 +94,22 @@ def test_the_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_run_without_requests_has_a_table() -> None:
-    (every,) = report.rows(Ledger())
+    (every,) = report.rows(RunStatistics())
     assert (every["requests"], every["goodput"], every["met"]) == ("0", "", "")
 
 
 @pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
+def metrics(monkeypatch: pytest.MonkeyPatch) -> WorkerMetrics:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    return Metrics()
+    return WorkerMetrics()
 
 
-def samples(metrics: Metrics) -> Counter[metrics_check.Key]:
+def samples(metrics: WorkerMetrics) -> Counter[metrics_check.Key]:
     metrics.publish()
     return read(generate_latest(SimpleNamespace(collect=metrics.collect)).decode(), "m")
 
 
-def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:
+def test_gateway_metrics_match_the_users_measurements(metrics: WorkerMetrics) -> None:
     meter = metrics.model("m")
     route = ("/v1/chat/completions", "ok")
     # Earlier requests and other models do not count.
@@ -140,9 +140,9 @@ def test_gateway_metrics_match_the_users_measurements(metrics: Metrics) -> None:
     [(0.5, 1.0, 10.0), (0.45, 1.0, 5.0), (0.4, 1.0, 0.0), (0.5, 0.035, 5.0), (0.45, 0.035, 2.5)],
 )
 def test_a_limit_within_a_bucket_makes_no_difference_between_users_and_gateway(
-    metrics: Metrics, ttft_s: float, itl_s: float, met: float
+    metrics: WorkerMetrics, ttft_s: float, itl_s: float, met: float
 ) -> None:
-    ledger, limits = Ledger(), Objective(ttft_s=ttft_s, itl_s=itl_s)
+    ledger, limits = RunStatistics(), RequestSlo(ttft_s=ttft_s, itl_s=itl_s)
     ledger.begin(0.0)
     before = samples(metrics)
     for of_stream_s in (*(10 * [0.45]), 1000.0):
@@ -178,9 +178,11 @@ def test_the_locust_page_has_a_tab_with_the_slo_table() -> None:
     app = Flask("page")
     app.add_url_rule("/stats/requests", "stats", lambda: {"state": "running"})
     app.add_url_rule("/other", "other", lambda: {"state": "running"})
-    ledger = Ledger()
+    ledger = RunStatistics()
     ledger.begin(0.0)
-    ledger.end(Outcome("chat, whole", e2e_s=1.0, tokens=30), Objective(ttft_s=1.0, itl_s=0.05), 2.0)
+    ledger.end(
+        RequestMeasurement("chat, whole", e2e_s=1.0, tokens=30), RequestSlo(ttft_s=1.0, itl_s=0.05), 2.0
+    )
     page: Any = SimpleNamespace(app=app, template_args={"kept": 1})
     report.add_web_tab(page, ledger)
     (table,) = page.template_args["extended_tables"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from loadtests.http_client import Connection
+from loadtests.http_client import BlockingHttpConnection
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -51,7 +51,7 @@ def ignore_body(data: bytes, at: float) -> bool:
 
 
 def test_a_closed_idle_connection_is_replaced() -> None:
-    with server(answers_once, answers_once) as url, Connection(url) as connection:
+    with server(answers_once, answers_once) as url, BlockingHttpConnection(url) as connection:
         assert connection.get("/a") == (200, b"hi")
         assert connection.get("/b") == (200, b"hi")
 
@@ -61,7 +61,11 @@ def test_a_request_is_not_repeated_after_a_partial_answer() -> None:
         read_request(connection)
         connection.sendall(CHUNKED + b"2\r\nhi\r\n")
 
-    with server(breaks) as url, Connection(url) as connection, pytest.raises(ConnectionResetError):
+    with (
+        server(breaks) as url,
+        BlockingHttpConnection(url) as connection,
+        pytest.raises(ConnectionResetError),
+    ):
         connection.post("/a", b"", ignore_body)
 
 
@@ -69,7 +73,11 @@ def test_a_connection_closed_without_an_answer_is_an_error() -> None:
     def silent(connection: socket.socket) -> None:
         read_request(connection)
 
-    with server(silent) as url, Connection(url) as connection, pytest.raises(ConnectionResetError):
+    with (
+        server(silent) as url,
+        BlockingHttpConnection(url) as connection,
+        pytest.raises(ConnectionResetError),
+    ):
         connection.post("/a", b"", ignore_body)
 
 
@@ -81,7 +89,7 @@ def test_a_sink_that_returns_false_closes_the_connection() -> None:
         connection.sendall(CHUNKED + b"2\r\nhi\r\n")
         seen.append(connection.recv(1))
 
-    with server(streams) as url, Connection(url) as connection:
+    with server(streams) as url, BlockingHttpConnection(url) as connection:
         answer = connection.post("/a", b"", lambda data, at: False)
         assert (answer.status, answer.complete) == (200, False)
     assert seen == [b""]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from policy.wire.metric_definitions import METRICS, Kind
+from policy.wire.metric_definitions import METRICS, MetricType
 from serve.engine.interface import EngineStats
-from serve.engine.sim.metrics import Metrics as SimMetrics
+from serve.engine.sim.metrics import SimEngineMetrics as SimMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deployments" / "observability"
@@ -30,7 +30,11 @@ NAMES = [rule["alert"] for rule in RULES if "alert" in rule]
 VARIABLES = {"$__rate_interval": "1m", "$model": ".*"}
 # Labels that Prometheus adds.
 TARGET = {"job", "instance"}
-_SUFFIXES = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+_SUFFIXES = {
+    MetricType.COUNTER: ("_total",),
+    MetricType.GAUGE: ("",),
+    MetricType.HISTOGRAM: ("_bucket", "_sum", "_count"),
+}
 _SERIES = re.compile(r"\b((?:tidegate|gen_ai|vllm)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 

@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.engine.replica_capacity import capability
 from policy.scaling.budget_resources import Resources, summed, total
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
-from policy.scaling.decision_types import Decision, Memory, ModeOption, Override, Situation
-from policy.scaling.reconcile_steps import Goal, Layer, LayerKey, Rollout
+from policy.scaling.decision_types import Decision, DecisionMemory, ModeOption, ModeOverride, Situation
+from policy.scaling.reconcile_steps import Layer, LayerKey, RolloutGoal, RolloutPlanner
 from policy.scaling.view import Proposal, Supply, View
-from policy.signals.types import Demand, Rates, ReplicaSample, Signals
+from policy.signals.types import ModelDemand, Rates, ReplicaSample, Signals
 
 NOON = 1_700_000_000.0
 INPUT_TOKENS, OUTPUT_TOKENS = 1000.0, 150.0
@@ -55,7 +55,7 @@ def rates(rate: float) -> Rates:
     return Rates(last_6_s=rate, last_20_s=rate, last_60_s=rate, last_600_s=rate)
 
 
-def demand(rate: float, **changes: Any) -> Demand:
+def demand(rate: float, **changes: Any) -> ModelDemand:
     given: dict[str, Any] = {
         "age_s": 0.5,
         "arrivals": rates(rate),
@@ -64,7 +64,7 @@ def demand(rate: float, **changes: Any) -> Demand:
         "input_tokens": INPUT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
     }
-    return Demand(**(given | changes))
+    return ModelDemand(**(given | changes))
 
 
 def figures(count: int, age_s: float = 0.5, running: int = 1) -> tuple[ReplicaSample, ...]:
@@ -126,13 +126,15 @@ class Fixed:
 
 
 def decide(
-    given: Situation, policies: ModelPolicies | int | None = None, budget: Budget | None = None
-) -> tuple[Decision, Memory]:
+    given: Situation, policies: ModelPolicies | int | None = None, budget: ResourceBudget | None = None
+) -> tuple[Decision, DecisionMemory]:
     """The decision for one model alone; a number is a policy that proposes it."""
     if isinstance(policies, int):
         policies = ModelPolicies(Fixed(policies))
     return decide_all(
-        {given.model: given}, budget or Budget(), {given.model: policies or ModelPolicies(Proportional())}
+        {given.model: given},
+        budget or ResourceBudget(),
+        {given.model: policies or ModelPolicies(Proportional())},
     )[given.model]
 
 
@@ -161,16 +163,16 @@ class Model:
     drain_s: float = 10.0
     fails: Callable[[float], bool] = lambda at: False
     stale: Callable[[float], bool] = lambda at: False
-    override: Callable[[float], Override | None] = lambda at: None
+    override: Callable[[float], ModeOverride | None] = lambda at: None
     # The state of the run.
-    memory: Memory = field(default_factory=Memory)
+    memory: DecisionMemory = field(default_factory=DecisionMemory)
     replicas: list[_Replica] = field(default_factory=list)
     wanted: dict[str, int] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     queue: float = 0.0
     failures: int = 0
     reported_at: float = 0.0
-    last: Demand | None = None
+    last: ModelDemand | None = None
 
     def __post_init__(self) -> None:
         self.mode = self.mode or self.rungs[0].mode
@@ -197,9 +199,9 @@ class Model:
 class Fleet:
     """Models that share a budget, one decision of all of them every ``tick_s``."""
 
-    def __init__(self, *models: Model, budget: Budget | None = None, tick_s: float = 5.0) -> None:
+    def __init__(self, *models: Model, budget: ResourceBudget | None = None, tick_s: float = 5.0) -> None:
         self.models = models
-        self.budget = budget or Budget()
+        self.budget = budget or ResourceBudget()
         self.tick_s = tick_s
         self.at = 0.0
         self.log: list[tuple[dict[str, Situation], dict[str, Decision]]] = []
@@ -253,7 +255,7 @@ class Fleet:
         )
         model.queue = max(0.0, model.queue + (rate - carried) * self.tick_s)
 
-    def _demand(self, model: Model) -> Demand:
+    def _demand(self, model: Model) -> ModelDemand:
         def mean(seconds: float) -> float:
             part = model.rates[-max(1, round(seconds / self.tick_s)) :]
             return math.fsum(part) / len(part)
@@ -321,13 +323,13 @@ class Fleet:
             for replica in other.replicas
             if other is not model
         )
-        goal = Goal(
+        goal = RolloutGoal(
             key=self._key(model, model.mode),
             count=model.count,
             min_healthy=min(model.scale.min_healthy, model.count),
             gap=model.of(model.mode).gap_s > 0,
         )
-        rollout = Rollout(goal, layers, footprints, total(self.budget).plus(others, -1))
+        rollout = RolloutPlanner(goal, layers, footprints, total(self.budget).plus(others, -1))
         for key, count in rollout.step().items():
             self._set(model, key.shape, count)
 
@@ -346,9 +348,9 @@ class Fleet:
 
 
 def replayed(
-    situations: Mapping[str, Situation], budget: Budget, policies: Mapping[str, ModelPolicies]
+    situations: Mapping[str, Situation], budget: ResourceBudget, policies: Mapping[str, ModelPolicies]
 ) -> dict[str, Decision]:
     """The decisions for logged situations, after a round trip through JSON."""
     logged = msgspec.json.decode(msgspec.json.encode(dict(situations)), type=dict[str, Situation])
-    made = decide_all(logged, msgspec.json.decode(msgspec.json.encode(budget), type=Budget), policies)
+    made = decide_all(logged, msgspec.json.decode(msgspec.json.encode(budget), type=ResourceBudget), policies)
     return {name: decision for name, (decision, _) in made.items()}

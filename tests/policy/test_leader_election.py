@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from policy.leader_election import Candidate, Lease
+from policy.leader_election import LeaderElector, LeaderLease
 
 LEASE_S = 10.0
 
@@ -21,9 +21,9 @@ class Store:
     """A register with compare and swap."""
 
     def __init__(self) -> None:
-        self.lease: Lease | None = None
+        self.lease: LeaderLease | None = None
 
-    def replace(self, seen: Lease | None, new: Lease) -> bool:
+    def replace(self, seen: LeaderLease | None, new: LeaderLease) -> bool:
         if self.lease != seen:
             return False
         self.lease = new
@@ -42,7 +42,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.clocks = [(random.uniform(-1e6, 1e6), random.uniform(0.9, 1.1)) for _ in range(candidates)]
-        self.candidates = [Candidate(f"c{i}", f"a{i}", LEASE_S) for i in range(candidates)]
+        self.candidates = [LeaderElector(f"c{i}", f"a{i}", LEASE_S) for i in range(candidates)]
         for i in range(candidates):
             self.later(random.uniform(0, 2), lambda i=i: self.turn(i))
 
@@ -73,7 +73,7 @@ class World:
             read = self.store.lease
             self.later(self.delay_s(), lambda: self.write(i, read))
 
-    def write(self, i: int, read: Lease | None) -> None:
+    def write(self, i: int, read: LeaderLease | None) -> None:
         me = self.candidates[i]
         me.observe(read, self.clock(i))
         proposal = me.proposal(self.clock(i), at=0.0)
@@ -112,8 +112,8 @@ def test_one_leads_at_a_time_and_each_term_has_one_holder(seed: int, candidates:
     assert sum(each.leads(world.clock(i)) for i, each in enumerate(world.candidates)) == 1
 
 
-def elected(now: float = 0.0) -> tuple[Candidate, Lease]:
-    leader = Candidate("one", "a:1", LEASE_S)
+def elected(now: float = 0.0) -> tuple[LeaderElector, LeaderLease]:
+    leader = LeaderElector("one", "a:1", LEASE_S)
     leader.observe(None, now)
     lease = leader.proposal(now, at=0.0)
     assert lease is not None
@@ -123,12 +123,12 @@ def elected(now: float = 0.0) -> tuple[Candidate, Lease]:
 
 def test_a_leader_gives_up_before_another_may_lead() -> None:
     leader, lease = elected()
-    other = Candidate("two", "a:2", LEASE_S)
+    other = LeaderElector("two", "a:2", LEASE_S)
     other.observe(lease, 0.0)
     assert leader.leads(LEASE_S * 0.66) and not leader.leads(LEASE_S * 0.67)
     assert other.proposal(LEASE_S, at=0.0) is None
     taken = other.proposal(LEASE_S + 0.1, at=5.0)
-    assert taken == Lease(
+    assert taken == LeaderLease(
         holder="two", address="a:2", term=2, lease_s=LEASE_S, acquired_at=5.0, renewed_at=5.0
     )
     leader.observe(taken, LEASE_S)
@@ -151,7 +151,7 @@ def test_a_lease_that_is_released_is_taken_at_once() -> None:
     leader, _ = elected()
     released = leader.release(at=3.0)
     assert released is not None and not leader.leads(0.0) and leader.age_s(2.0) == 2.0
-    other = Candidate("two", "a:2", LEASE_S)
+    other = LeaderElector("two", "a:2", LEASE_S)
     other.observe(released, 0.0)
     taken = other.proposal(0.0, at=0.0)
     assert taken is not None and (taken.term, taken.holder) == (2, "two")

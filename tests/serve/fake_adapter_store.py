@@ -10,11 +10,11 @@ from typing import Any
 
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, TidegateError
-from policy.wire.adapter_catalog import Alias, Version
+from policy.wire.adapter_catalog import Alias, CatalogVersion
 from serve.adapters.adapter_artifact_store import AdapterStore
 from store.adapters.adapter_aliases import NewVersion
 from store.adapters.validate import AdapterFacts
-from store.progress_report import Progress, Report
+from store.progress_report import ProgressLine, Report
 from store.state_dir import StateDir
 
 Key = tuple[str, str]
@@ -53,7 +53,7 @@ class FakeAdapterStore(AdapterStore):
         return super().aliases()
 
     def take(self, spec: ModelSpec, source: str, report: Report, **_: bool) -> NewVersion:  # type: ignore[override]
-        report(Progress(step="fetch", message=source, fraction=0.5))
+        report(ProgressLine(step="fetch", message=source, fraction=0.5))
         self.imported.append(source)  # after its report, for which tests wait by this
         assert self.gate.wait(60)
         content = self.contents.get(source, source)
@@ -62,7 +62,7 @@ class FakeAdapterStore(AdapterStore):
         self.digests.add(digest_of(content))
         return new_version(content, source)
 
-    def stored(self, version: Version) -> NewVersion | None:
+    def stored(self, version: CatalogVersion) -> NewVersion | None:
         if version.digest not in self.digests:
             return None
         return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)

@@ -11,14 +11,14 @@ from policy.config.deployment import ModelSpec
 from policy.wire.headers import SECRET_HEADER
 from serve.host.replica_host import HostSpec
 from serve.host.version_check import installed
-from serve.host.weight_verification import Weights
+from serve.host.weight_verification import ResolvedWeights
 from store.state_dir import StateDir
 
 WITHIN_S = 120.0
 
 
 def host_spec(
-    model: ModelSpec, folder: Path, shape: str = "small", weights: Weights | None = None
+    model: ModelSpec, folder: Path, shape: str = "small", weights: ResolvedWeights | None = None
 ) -> HostSpec:
     """One shape of the first revision of ``model``; its state directory is ``folder``."""
     return HostSpec(

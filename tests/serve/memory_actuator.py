@@ -12,10 +12,10 @@ from policy.config.deployment import ModelSpec
 from policy.config.shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.reconcile_steps import MAX_FAILURES, LayerKey
-from policy.types import Load, Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import GpuOrder, Orders
-from serve.actuator.interface import Held, Node
-from serve.host.weight_verification import Weights
+from policy.types import Replica, ReplicaLoad, ReplicaPhase, StartPath
+from policy.wire.heartbeat import GpuCommand, HeartbeatResponse
+from serve.actuator.interface import ActuatorLayer, NodeResources
+from serve.host.weight_verification import ResolvedWeights
 
 
 @dataclass
@@ -28,15 +28,15 @@ class MemoryCluster:
     :meth:`beat_all`. A replica that is ordered to leave drains and is replaced.
     """
 
-    beat: Callable[[Replica], Orders | None]
+    beat: Callable[[Replica], HeartbeatResponse | None]
     slow: bool = False
     failing: dict[LayerKey, str] = field(default_factory=dict)
     down: str = ""
-    nodes: tuple[Node, ...] = ()
-    held: dict[LayerKey, Held] = field(default_factory=dict)
+    nodes: tuple[NodeResources, ...] = ()
+    held: dict[LayerKey, ActuatorLayer] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
     groups: dict[LayerKey, GpuGroup] = field(default_factory=dict)
-    orders: dict[str, GpuOrder] = field(default_factory=dict)
+    orders: dict[str, GpuCommand] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def of(self, key: LayerKey, *states: ReplicaPhase) -> list[Replica]:
@@ -101,7 +101,7 @@ class MemoryCluster:
     def _follow_orders(self, key: LayerKey) -> None:
         """Follow the last orders of a group: first sleep, then wake-ups that are not blocked."""
         engines = [replica for replica in self.replicas.values() if self._group(replica) == key]
-        serves = {each.id for each in engines if self.orders.get(each.id) is GpuOrder.SERVE}
+        serves = {each.id for each in engines if self.orders.get(each.id) is GpuCommand.SERVE}
         for replica in engines:
             if replica.id not in serves and replica.state is ReplicaPhase.STARTING:
                 self.become(replica, ReplicaPhase.ASLEEP)
@@ -142,7 +142,7 @@ class MemoryCluster:
             shape=shape,
             generation=generation,
             state=state,
-            load=Load(at=0.0),
+            load=ReplicaLoad(at=0.0),
             pid=number,
             start_s=1.0,
             url="http://127.0.0.1:1" if cards else "",
@@ -190,21 +190,21 @@ class MemoryActuator:
     def __init__(self, cluster: MemoryCluster) -> None:
         self._cluster = cluster
 
-    async def layers(self) -> Mapping[LayerKey, Held]:
+    async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         self._answer()
         return dict(self._cluster.held)
 
-    async def nodes(self) -> Sequence[Node]:
+    async def nodes(self) -> Sequence[NodeResources]:
         return self._cluster.nodes
 
     async def deploy(
-        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+        self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
         self._answer()
         if key not in self._cluster.held:
             if (group := gpu_group_of(model)) is not None and key.shape == group.shape:
                 self._cluster.groups[key] = group
-            self._cluster.held[key] = Held(wanted=count, digest=digest)
+            self._cluster.held[key] = ActuatorLayer(wanted=count, digest=digest)
             self._cluster.settle(key)
 
     async def scale(self, key: LayerKey, count: int) -> None:

@@ -11,10 +11,10 @@ from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.controller_reports import GpuReport
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.heartbeat import Heartbeat, Orders
+from policy.wire.heartbeat import Heartbeat, HeartbeatResponse
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
-from serve.state.desired_state import Target
+from serve.state.desired_state import ModelTarget
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
@@ -74,13 +74,13 @@ class Plane:
     def monotonic(self) -> float:
         return self.now - 700.0
 
-    def target(self, model: str = "m") -> Target:
+    def target(self, model: str = "m") -> ModelTarget:
         """That with which another controller would continue."""
-        targets = self.state.load(self.state.targets_path, dict[str, Target])
+        targets = self.state.load(self.state.targets_path, dict[str, ModelTarget])
         assert targets is not None
         return targets[model]
 
-    def _beat(self, replica: Replica) -> Orders:
+    def _beat(self, replica: Replica) -> HeartbeatResponse:
         return self.controller.beat(Heartbeat(replica=replica, gpus=self.gpu_reports.get(replica.id)))
 
     async def ticks(self, count: int = 12) -> None:

@@ -6,10 +6,15 @@ from typing import Any
 
 import msgspec
 
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 
 READY = Replica(
-    id="r1", model="m", shape="small", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0, bound=8)
+    id="r1",
+    model="m",
+    shape="small",
+    generation=1,
+    state=ReplicaPhase.READY,
+    load=ReplicaLoad(at=0.0, bound=8),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from policy.config.deployment import Sim
+from policy.config.deployment import SimConfig
 from policy.types import EngineKind, Runner
 from serve.engine.interface import ASGIApp, Engine, EngineSpec, Message
 from serve.engine.sim.engine import create
@@ -38,7 +38,7 @@ def spec(
         secret="s",
         bound=64,
         engine_args={"max_model_len": 512, "lora_modules": {"sql": "/adapters/sql"}, **engine_args},
-        sim=Sim(profile="sim-small", speed=speed, seed=seed, adapter_load_s=adapter_load_s),
+        sim=SimConfig(profile="sim-small", speed=speed, seed=seed, adapter_load_s=adapter_load_s),
         adapter_slots=slots,
         max_rank=16,
     )

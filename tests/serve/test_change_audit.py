@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from policy.wire.accounting_api import Actor, AuditEntry, AuditQuery, Role, actor_headers
+from policy.wire.accounting_api import AdminRole, AuditActor, AuditEntry, AuditQuery, actor_headers
 from serve import change_audit
 from store.database import Database
 from store.tenancy import audit, audit_spool
@@ -14,7 +14,7 @@ from tests.gateway.worker import until
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model
 
-ALICE = actor_headers(Actor("admin key älice", Role.OPERATOR))
+ALICE = actor_headers(AuditActor("admin key älice", AdminRole.OPERATOR))
 
 
 def spooled(plane: Plane) -> list[AuditEntry]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
-from policy.scaling.decision_types import Override
+from policy.scaling.decision_types import ModeOverride
 from serve.controller_api_schema import ModelStatus
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -38,7 +38,7 @@ async def test_a_manual_count_holds_until_it_is_cleared(plane: Plane, tmp_path: 
     await traffic.run(60)
     assert plane.counts(READY) == {SMALL: 4}
     assert (status(plane).decided_by, status(plane).override) == (
-        "by hand", Override(mode="multi-replica", count=4),
+        "by hand", ModeOverride(mode="multi-replica", count=4),
     )  # fmt: skip
     plane.controller.scale("m", None)
     await traffic.run(20)
@@ -101,7 +101,7 @@ async def test_a_manual_count_ends_with_a_mode_change(plane: Plane, tmp_path: Pa
     plane.controller.mode("m", "single-large")
     await traffic.run(5)
     assert plane.counts(READY) == {LARGE: 1}
-    assert status(plane).override == Override(mode="single-large")
+    assert status(plane).override == ModeOverride(mode="single-large")
     plane.controller.mode("m", "multi-replica")
     await traffic.run(20)
     assert plane.counts(READY) == {SMALL: 1}
@@ -133,7 +133,7 @@ async def test_a_manual_count_is_clamped_to_new_bounds(plane: Plane, tmp_path: P
     plane.controller.apply(document(model(tmp_path, modes=modes)))
     await traffic.run(10)
     assert plane.counts(READY) == {SMALL: 3}
-    assert status(plane).override == Override(mode="multi-replica", count=3)
+    assert status(plane).override == ModeOverride(mode="multi-replica", count=3)
 
 
 async def test_a_manual_mode_that_fails_is_cleared(plane: Plane, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from policy.errors import SwitchRefused
 from policy.scaling.reconcile_steps import CLOSED_SHARE, LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.controller_reports import GatewayReport, GpuReport, ModelReport
-from policy.wire.heartbeat import GpuOrder, Heartbeat
+from policy.wire.heartbeat import GpuCommand, Heartbeat
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -296,7 +296,7 @@ async def test_orders_go_to_every_engine_of_the_group_only(plane: Plane) -> None
     await up(plane)
     for replica in list(plane.cluster.replicas.values()):
         orders = plane.controller.beat(Heartbeat(replica=replica))
-        assert orders.gpus is (GpuOrder.SERVE if replica.shape == "large" else GpuOrder.SLEEP)
+        assert orders.gpus is (GpuCommand.SERVE if replica.shape == "large" else GpuCommand.SLEEP)
     other_replica = Replica(
         id="x",
         model="m",

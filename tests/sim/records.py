@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policy.engine.replica_capacity import Capability
-from policy.scaling.decision_types import Decision, Guardrail, Limit
+from policy.scaling.decision_types import Clip, Decision, Guardrail
 from policy.scaling.view import Proposal
-from sim.simulator.run_record import Moment, Outcome, Record, Requests
+from sim.simulator.run_record import ModelTickSample, RequestColumns, RequestOutcome, RunRecord
 
 NAN = math.nan
 
@@ -24,16 +24,16 @@ def requests(
     itl_s: float = 0.02,
     met: Sequence[bool] | None = None,
     outcome: Sequence[int] | None = None,
-) -> Requests:
+) -> RequestColumns:
     """One request for each instant, with 100 tokens in and 11 out; served and met unless told otherwise."""
     count = len(at)
     ttft = np.array(ttft_s, dtype=np.float64)
-    return Requests(
+    return RequestColumns(
         at=np.array(at, dtype=np.float64),
         input_tokens=np.full(count, 100),
         output_tokens=np.full(count, 11),
         cached_tokens=np.zeros(count, dtype=np.int64),
-        outcome=np.array([Outcome.SERVED] * count if outcome is None else outcome, dtype=np.int64),
+        outcome=np.array([RequestOutcome.SERVED] * count if outcome is None else outcome, dtype=np.int64),
         queued_s=np.zeros(count),
         ttft_s=ttft,
         itl_s=np.where(np.isfinite(ttft), itl_s, NAN),
@@ -43,7 +43,7 @@ def requests(
     )
 
 
-def moment(at: float, **more: float | int | str) -> Moment:
+def moment(at: float, **more: float | int | str) -> ModelTickSample:
     usual: dict[str, float | int | str] = {
         "model": "m",
         "arrivals": 2.0,
@@ -56,10 +56,10 @@ def moment(at: float, **more: float | int | str) -> Moment:
         "wanted": 1,
         "met": 1.0,
     }
-    return Moment(at=at, **{**usual, **more})  # type: ignore[arg-type]
+    return ModelTickSample(at=at, **{**usual, **more})  # type: ignore[arg-type]
 
 
-def decision(was: int, count: int, reason: str, *clips: Limit, mode: str = "multi-replica") -> Decision:
+def decision(was: int, count: int, reason: str, *clips: Clip, mode: str = "multi-replica") -> Decision:
     return Decision(
         at=0.0,
         model="m",
@@ -74,16 +74,16 @@ def decision(was: int, count: int, reason: str, *clips: Limit, mode: str = "mult
     )
 
 
-STEP = Limit(rule=Guardrail.STEP, was=5, now=2, why="at most doubled")
+STEP = Clip(rule=Guardrail.STEP, was=5, now=2, why="at most doubled")
 
 
-def record(minutes: int = 10) -> Record:
+def record(minutes: int = 10) -> RunRecord:
     """A run that grows from one replica to two, switches its mode in the middle, and serves all but one."""
     end = 60.0 * minutes
     at = np.arange(0.0, end, 2.0)
     ttft = 0.1 + 0.2 * (np.arange(len(at)) % 10)
     ttft[3] = NAN
-    outcome = [Outcome.EXPIRED if i == 3 else Outcome.SERVED for i in range(len(at))]
+    outcome = [RequestOutcome.EXPIRED if i == 3 else RequestOutcome.SERVED for i in range(len(at))]
     half = end / 2
     moments = [
         moment(
@@ -97,7 +97,7 @@ def record(minutes: int = 10) -> Record:
         )
         for i in range(1 + int(end / 5.0))
     ]
-    return Record(
+    return RunRecord(
         ends_at=end,
         requests={"m": requests(at, ttft, outcome=outcome, met=[i != 3 for i in range(len(at))])},
         moments=moments,

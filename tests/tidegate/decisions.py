@@ -7,21 +7,21 @@ from typing import Any
 import msgspec
 
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
-from policy.engine.performance_model import Limits, Timing
+from policy.engine.performance_model import BatchLimits, Timing
 from policy.engine.replica_capacity import Capability
 from policy.scaling.decision_types import (
+    Clip,
     Decision,
     Guardrail,
-    Limit,
     ModeForecast,
     ModeOption,
-    Override,
+    ModeOverride,
     Situation,
 )
 from policy.scaling.view import Proposal, Supply
-from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Shares, Signals
+from policy.signals.types import LatencyQuantiles, ModelDemand, Rates, ReplicaSample, Shares, Signals
 
-LIMITS = Limits(max_num_batched_tokens=2048, max_num_seqs=64, kv_tokens=50_000)
+LIMITS = BatchLimits(max_num_batched_tokens=2048, max_num_seqs=64, kv_tokens=50_000)
 
 
 def rates(short: float, long: float) -> Rates:
@@ -32,7 +32,7 @@ def quantiles(p95: float) -> LatencyQuantiles:
     return LatencyQuantiles(count=600, p50=p95 / 2, p90=p95 * 0.9, p95=p95, p99=p95 * 1.2)
 
 
-DEMAND = Demand(
+DEMAND = ModelDemand(
     age_s=0.4,
     arrivals=rates(11.84, 9.2),
     refused=rates(0.25, 0.1),
@@ -94,7 +94,7 @@ def decision(**over: Any) -> Decision:
         "proposal": PROPOSAL,
         "capability": Capability(mu=3.4, mu_max=5.1, error=0.06, version=3),
         "clips": (
-            Limit(rule=Guardrail.STEP, was=6, now=4, why="2 more at once (control.scale.max_step_up 1)"),
+            Clip(rule=Guardrail.STEP, was=6, now=4, why="2 more at once (control.scale.max_step_up 1)"),
         ),
         "outlooks": OUTLOOKS, "shadow": Proposal(count=5, reason="queue 3 of 2"),
         "others": {"static": 1, "panic_window": 6},
@@ -107,4 +107,4 @@ def unchanged(at: float = 1005.0, **over: Any) -> Decision:
     return msgspec.structs.replace(decision(), at=at, was_count=4, clips=(), **over)
 
 
-OVERRIDE = Override(mode="multi-replica", count=3, until=2800.0)
+OVERRIDE = ModeOverride(mode="multi-replica", count=3, until=2800.0)

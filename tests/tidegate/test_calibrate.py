@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from policy.engine.builtin_profiles import profile
-from policy.engine.performance_model_file import ModelFile, encode, model_file
+from policy.engine.performance_model_file import PerformanceModelFile, encode, model_file
 from policy.errors import Unreachable
 from tests.policy.engine.test_performance_model_file import made
 from tests.tidegate.conftest import Site
 from tidegate.cli import group
-from tidegate.exit_codes import Exit, exit_of
+from tidegate.exit_codes import ExitCode, exit_of
 
 SPEED = 2.0
 TRUTH = profile("cpu-smollm2-135m").model.at_degree(2).faster(SPEED)
@@ -47,7 +47,7 @@ def test_calibration_finds_the_coefficients_and_the_simulator_agrees(sim: Site, 
     code, shown, err = sim.tidegate("calibrate", "sim", "--minutes", "0.1", "--out", str(out), "--json")
     assert code in (0, 7), err
     found = model_file(json.loads(out.read_bytes()), "out")
-    assert msgspec.json.decode(shown, type=ModelFile) == found
+    assert msgspec.json.decode(shown, type=PerformanceModelFile) == found
     assert (found.shape, found.degree, found.prior, found.engine) == ("small", 2, "l4-8b", "sim")
     assert found.hardware == "simulated: cpu-smollm2-135m at 2 times its speed"
     assert found.limits.max_num_batched_tokens == 128
@@ -123,7 +123,7 @@ def test_an_invalid_record_is_refused_with_its_line(tmp_path: Path) -> None:
         record.write_text(content)
         error = run(tmp_path, *check).exception
         assert isinstance(error, Exception)
-        assert (exit_of(error), message in str(error)) == (Exit.INVALID, True)
+        assert (exit_of(error), message in str(error)) == (ExitCode.INVALID, True)
 
 
 def test_without_a_deployment_nothing_is_calibrated(tmp_path: Path) -> None:

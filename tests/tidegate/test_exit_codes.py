@@ -19,24 +19,29 @@ from policy.errors import (
     Unreachable,
 )
 from store.state_dir import StateDir
-from tidegate.exit_codes import Exit, exit_of
-from tidegate.supervisor.control_socket import Line, Request, SupervisorClient, serve
+from tidegate.exit_codes import ExitCode, exit_of
+from tidegate.supervisor.control_socket import (
+    SupervisorClient,
+    SupervisorRequest,
+    SupervisorResponseLine,
+    serve,
+)
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("models", None, "a list"), Exit.INVALID),
-        (TraceError("mine.csv", 7, "-1", "at least 0"), Exit.INVALID),
-        (Unreachable("x"), Exit.NOT_RUNNING),
-        (TargetError("x"), Exit.REFUSED),
-        (SwitchRefused("x"), Exit.REFUSED),
-        (PreconditionFailed("x"), Exit.PRECONDITION),
-        (EngineFailed("it died"), Exit.FAILED),
-        (OSError("no space"), Exit.FAILED),
+        (ConfigError("models", None, "a list"), ExitCode.INVALID),
+        (TraceError("mine.csv", 7, "-1", "at least 0"), ExitCode.INVALID),
+        (Unreachable("x"), ExitCode.NOT_RUNNING),
+        (TargetError("x"), ExitCode.REFUSED),
+        (SwitchRefused("x"), ExitCode.REFUSED),
+        (PreconditionFailed("x"), ExitCode.PRECONDITION),
+        (EngineFailed("it died"), ExitCode.FAILED),
+        (OSError("no space"), ExitCode.FAILED),
     ],
 )
-def test_each_error_class_has_its_exit_code(error: Exception, code: Exit) -> None:
+def test_each_error_class_has_its_exit_code(error: Exception, code: ExitCode) -> None:
     assert exit_of(error) is code
 
 
@@ -51,7 +56,7 @@ def test_each_error_class_has_its_exit_code(error: Exception, code: Exit) -> Non
     ],
 )
 async def test_errors_are_transferred_over_the_socket(error: TidegateError, tmp_path: Path) -> None:
-    async def refuse(_: Request) -> AsyncIterator[Line]:
+    async def refuse(_: SupervisorRequest) -> AsyncIterator[SupervisorResponseLine]:
         raise error
         yield
 

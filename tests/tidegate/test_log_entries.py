@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from store.json_log_format import line
-from tidegate.log_entries import Entry, entries
+from tidegate.log_entries import LogEntry, entries
 
 NOW = datetime(2026, 1, 2, 12, 0, 0).timestamp()
 
@@ -50,7 +50,7 @@ def local(*parts: int) -> float:
     ],
 )  # fmt: skip
 def test_a_line_becomes_an_entry(raw: str, at: float, level: str, text: str) -> None:
-    assert entries("p", [raw], NOW) == [Entry(at, level, "p", text)]
+    assert entries("p", [raw], NOW) == [LogEntry(at, level, "p", text)]
 
 
 def test_lines_without_an_instant_have_that_of_the_line_before_or_else_the_next() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tidegate import log_tail
-from tidegate.log_tail import Follower, tail
+from tidegate.log_tail import LogFollower, tail
 
 
 def written(second: int, level: str = "info") -> str:
@@ -43,7 +43,7 @@ def test_tail_returns_the_last_lines_also_of_rotated_files(
 def test_following_gives_whole_lines_across_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("before\n")
-    follower = Follower(path)
+    follower = LogFollower(path)
     with path.open("a") as file:
         file.write("one\ntw")
     assert follower.lines() == ["one"]
@@ -53,5 +53,5 @@ def test_following_gives_whole_lines_across_a_rotation(tmp_path: Path) -> None:
     path.write_text("three\n")
     assert follower.lines() == ["two", "three"]
     follower.close()
-    with contextlib.closing(Follower(path, whole=True)) as whole:
+    with contextlib.closing(LogFollower(path, whole=True)) as whole:
         assert whole.lines() == ["three"]

@@ -15,8 +15,8 @@ import uvloop
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.engine.builtin_profiles import shipped
-from policy.engine.performance_model import EngineModel, Limits, Slo
-from policy.engine.performance_model_file import FORMAT, ModelFile
+from policy.engine.performance_model import BatchLimits, EngineModel, MeanLatencySlo
+from policy.engine.performance_model_file import FORMAT, PerformanceModelFile
 from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed, TargetError, TidegateError
 from policy.routing.settings import START_SHARE
@@ -24,12 +24,12 @@ from policy.types import EngineKind, Replica, ReplicaPhase, Runner
 from policy.wire.controller_reports import EngineReport
 from serve.controller.client import ControllerClient
 from serve.host.version_check import installed
-from sim.calibration.experiment_design import PlannedPoints, Point, plan_points, share_time
-from sim.calibration.fit import Observation, fit_model, initial_guess
+from sim.calibration.experiment_design import CalibrationPoint, PlannedPoints, plan_points, share_time
+from sim.calibration.fit import LoadPointObservation, fit_model, initial_guess
 from tidegate.calibrate.load_driver import LoadDriver
 from tidegate.replay.endpoint_api import RequestFormat, probe
-from tidegate.replay.http_client import Pool
-from tidegate.replay.prompts import Prompts
+from tidegate.replay.http_client import ReplayConnectionPool
+from tidegate.replay.prompts import PromptGenerator
 
 # Engines report a step within this time: twice a second through the host, or ten times themselves.
 SETTLED_S = 1.0
@@ -48,7 +48,7 @@ class StepListener:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self.hardware = ""
-        self.limits: Limits | None = None
+        self.limits: BatchLimits | None = None
         self.shapes: set[str] = set()
 
     def __enter__(self) -> StepListener:
@@ -96,7 +96,12 @@ class StepListener:
 
 
 # Load points that give an estimate of the step times before the others are chosen.
-WARM_UP = (Point(1, 16, 32), Point(4, 16, 32), Point(16, 16, 32), Point(1, 192, 4))
+WARM_UP = (
+    CalibrationPoint(1, 16, 32),
+    CalibrationPoint(4, 16, 32),
+    CalibrationPoint(16, 16, 32),
+    CalibrationPoint(1, 192, 4),
+)
 WARM_UP_PART = 0.04
 # Engines drop a cancelled request after its step. With other clients they never become idle.
 MAX_SETTLING_S = 10.0
@@ -117,7 +122,7 @@ class ServedShape(NamedTuple):
     replicas: int
     max_model_len: int
     prior: EngineModel
-    limits: Limits
+    limits: BatchLimits
     name: str
 
 
@@ -184,7 +189,7 @@ class CalibrationRun:
     progress: Progress
     warn: Callable[[str], None]
 
-    def run(self, seconds: float, at: str) -> ModelFile:
+    def run(self, seconds: float, at: str) -> PerformanceModelFile:
         """Calibrate for about ``seconds``, at a fixed replica count; ``at`` is the timestamp of the file."""
         name = self.subject.spec.name
         status = next(each for each in self.client.status().models if each.name == name)
@@ -196,8 +201,8 @@ class CalibrationRun:
         finally:
             self.client.scale(name, None)
 
-    async def _run(self, seconds: float, at: str) -> ModelFile:
-        subject, pool = self.subject, Pool(self.url, self.key)
+    async def _run(self, seconds: float, at: str) -> PerformanceModelFile:
+        subject, pool = self.subject, ReplayConnectionPool(self.url, self.key)
         try:
             with StepListener(self.client, subject.spec.name) as listener:
                 observations = await self._drive_points(pool, listener, seconds)
@@ -212,7 +217,7 @@ class CalibrationRun:
         found = fit_model(observations, subject.prior, limits)
         versions = installed()
         kind = subject.spec.engine
-        return ModelFile(
+        return PerformanceModelFile(
             format=FORMAT,
             model=subject.spec.name,
             shape=subject.shape,
@@ -233,26 +238,30 @@ class CalibrationRun:
             note=found.note,
         )
 
-    async def _drive_points(self, pool: Pool, listener: StepListener, seconds: float) -> list[Observation]:
+    async def _drive_points(
+        self, pool: ReplayConnectionPool, listener: StepListener, seconds: float
+    ) -> list[LoadPointObservation]:
         subject = self.subject
         request_format, fit = await probe(pool, RequestFormat(subject.spec.name), self.seed)
         if not request_format.exact:
             self.warn("the engine takes no `ignore_eos`: answers are as long as the model makes them")
-        driver = LoadDriver(pool, request_format, Prompts(self.seed, fit))
+        driver = LoadDriver(pool, request_format, PromptGenerator(self.seed, fit))
         for point in WARM_UP:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
         await self._wait_until_settled()
         model = initial_guess(listener.take(), subject.prior)
         left_s = seconds * (1.0 - len(WARM_UP) * WARM_UP_PART)
         points, point_s = self._plan_points(model, listener.limits or subject.limits, left_s)
-        observations: list[Observation] = []
+        observations: list[LoadPointObservation] = []
         for number, point in enumerate(points):
             self.progress(number, len(points), point.description)
             driven = await driver.drive(point, subject.replicas, asyncio.sleep(point_s))
             if driven.refused:
                 self.warn(f"{point.description}: {driven.refused}")
             await self._wait_until_settled()
-            observations.append(Observation(driven.point, driven.seconds, listener.take(), driven.latencies))
+            observations.append(
+                LoadPointObservation(driven.point, driven.seconds, listener.take(), driven.latencies)
+            )
         self.progress(len(points), len(points), "")
         return observations
 
@@ -267,17 +276,17 @@ class CalibrationRun:
             await asyncio.sleep(POLL_S)
         await asyncio.sleep(SETTLED_S)
 
-    def _plan_points(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
+    def _plan_points(self, model: EngineModel, limits: BatchLimits, seconds: float) -> PlannedPoints:
         """The load points that share ``seconds``, without those that would miss the SLO."""
         spec = self.subject.spec
         bound = spec.shapes[self.subject.shape].max_in_flight or limits.max_num_seqs
         length = self.subject.max_model_len
 
-        def within(slo: Slo, point_s: float) -> list[Point]:
+        def within(slo: MeanLatencySlo, point_s: float) -> list[CalibrationPoint]:
             return plan_points(model, limits, max_model_len=length, bound=bound, point_s=point_s, slo=slo)
 
         found = share_time(partial(within, _slo(spec)), seconds, SETTLED_S)
-        every = within(Slo(), found.point_s)
+        every = within(MeanLatencySlo(), found.point_s)
         if left_out := len(every) - len(found.points):
             self.warn(
                 f"{left_out} of {len(every)} load points are left out: the gateway would queue requests that"
@@ -286,10 +295,10 @@ class CalibrationRun:
         return found
 
 
-def _slo(spec: ModelSpec) -> Slo:
+def _slo(spec: ModelSpec) -> MeanLatencySlo:
     """The SLO beyond which the gateway queues requests, so that no engine sees the load point."""
-    slo, whole = spec.control.slo, Slo()
-    return Slo(
+    slo, whole = spec.control.slo, MeanLatencySlo()
+    return MeanLatencySlo(
         ttft_s=whole.ttft_s if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,
         itl_s=whole.itl_s if slo.itl_p95_s is None else slo.itl_p95_s,
     )

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
 from sim.arrivals import Arrival
-from sim.calibration.experiment_design import Latency, Point
+from sim.calibration.experiment_design import CalibrationPoint, RequestLatency
 from tidegate.replay.endpoint_api import RequestFormat, send
-from tidegate.replay.http_client import Pool
-from tidegate.replay.prompts import Prompts
+from tidegate.replay.http_client import ReplayConnectionPool
+from tidegate.replay.prompts import PromptGenerator
 from tidegate.replay.response_timing import StreamTimings
 
 # Delay of a client after a failed request.
@@ -25,9 +25,9 @@ REFUSED_S = 0.1
 class DriveResult(NamedTuple):
     """A load point with the lengths that the endpoint counted; ``refused`` is the first error, if any."""
 
-    point: Point
+    point: CalibrationPoint
     seconds: float
-    latencies: list[Latency]
+    latencies: list[RequestLatency]
     refused: str
 
 
@@ -35,12 +35,12 @@ class DriveResult(NamedTuple):
 class LoadDriver:
     """Drives one endpoint, with prompts that share no prefix, so that no cache helps."""
 
-    pool: Pool
+    pool: ReplayConnectionPool
     request_format: RequestFormat
-    prompts: Prompts
+    prompts: PromptGenerator
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    async def drive(self, point: Point, replicas: int, over: Awaitable[object]) -> DriveResult:
+    async def drive(self, point: CalibrationPoint, replicas: int, over: Awaitable[object]) -> DriveResult:
         """Run the clients of ``point`` for each of ``replicas`` until ``over`` ends, then cancel them.
 
         Raises :class:`policy.errors.PreconditionFailed` if requests fail and none succeeds.
@@ -68,13 +68,15 @@ class LoadDriver:
             if counted := [tokens for timings in answered if (tokens := getattr(timings, name))]:
                 point = point._replace(**{name: round(statistics.median(counted))})
         latencies = [
-            Latency(timings.first_at - timings.sent_at, timings.itl_s() or 0.0)
+            RequestLatency(timings.first_at - timings.sent_at, timings.itl_s() or 0.0)
             for timings in answered
             if timings.first_at is not None
         ]
         return DriveResult(point, duration_s, latencies, refused[0] if refused else "")
 
-    async def _client(self, point: Point, answered: list[StreamTimings], refused: list[str]) -> None:
+    async def _client(
+        self, point: CalibrationPoint, answered: list[StreamTimings], refused: list[str]
+    ) -> None:
         while True:
             wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
             text = self.prompts.text(wanted, next(self._numbers))

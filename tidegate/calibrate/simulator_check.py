@@ -11,24 +11,24 @@ from policy.config.deployment import Deployment
 from policy.errors import ConfigError
 from policy.scaling.view import Policy
 from sim.arrivals import Arrival
-from sim.calibration.quantiles import Compared, compare
+from sim.calibration.quantiles import LatencyComparison, compare
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Outcome
-from sim.workload.traces.record_readers import Lines, Objects
+from sim.simulator.run_record import RequestOutcome
+from sim.workload.traces.record_readers import JsonLinesReader, LineReader
 from tidegate.replay.results import ReplayRow
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatorCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison, and the latencies of the served requests in seconds, by measure, on both sides."""
 
-    compared: Compared
+    compared: LatencyComparison
     live: dict[str, list[float]]
     simulated: dict[str, list[float]]
 
 
 def recorded_run(path: Path) -> list[ReplayRow]:
     """The requests of a replay, by the time of sending; ``TraceError`` or ``ConfigError`` if invalid."""
-    rows = list(Objects(Lines(path), ReplayRow))
+    rows = list(JsonLinesReader(LineReader(path), ReplayRow))
     if not any(row.served for row in rows):
         raise ConfigError(str(path), f"{len(rows)} requests", "a replay in which at least one was served")
     return sorted(rows, key=lambda row: row.at)
@@ -46,7 +46,7 @@ def check(
     rows: Sequence[ReplayRow],
     path_s: float,
     progress: Callable[[float], None],
-) -> Check:
+) -> SimulatorCheck:
     """Simulate ``rows`` on the only model of ``deployment``.
 
     ``path_s``, the network time from a client to the engine and back, is added to the simulated latencies.
@@ -65,7 +65,7 @@ def check(
         for row in rows
     ]
     requests = simulate(deployment, policies, trace, progress=progress).requests[model]
-    served = requests.outcome == Outcome.SERVED
+    served = requests.outcome == RequestOutcome.SERVED
     simulated = {
         "ttft": (requests.ttft_s[served] + path_s).tolist(),
         "itl": requests.itl_s[served].tolist(),
@@ -76,5 +76,7 @@ def check(
         measure: [value for row in answered if (value := getattr(row, f"{measure}_s")) is not None]
         for measure in simulated
     }
-    compared = Compared(live=len(answered), simulated=int(served.sum()), quantiles=compare(live, simulated))
-    return Check(compared=compared, live=live, simulated=simulated)
+    compared = LatencyComparison(
+        live=len(answered), simulated=int(served.sum()), quantiles=compare(live, simulated)
+    )
+    return SimulatorCheck(compared=compared, live=live, simulated=simulated)

@@ -36,7 +36,7 @@ class OutputFile(click.Path):
         return path
 
 
-class Real(click.FloatRange):
+class FiniteFloat(click.FloatRange):
     """A finite number within a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
@@ -46,7 +46,7 @@ class Real(click.FloatRange):
         return number
 
 
-class Listed(click.ParamType[tuple[T, ...]]):
+class CommaSeparated(click.ParamType[tuple[T, ...]]):
     """Values separated by commas; ``parse`` raises :class:`ValueError` for an invalid one."""
 
     def __init__(self, name: str, parse: Callable[[str], T], expected: str) -> None:
@@ -118,17 +118,17 @@ def trace_option(*, required: bool) -> Decorator:
 
 def rate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     note = "Multiply the request rate by this factor."
-    return number_option("--rate", Real(1e-6, 1e6), 1.0, note)(command)
+    return number_option("--rate", FiniteFloat(1e-6, 1e6), 1.0, note)(command)
 
 
 def slice_options(order: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """``--from-s`` and ``--to-s``, in seconds of the trace ``before`` or ``after`` its rate is multiplied."""
     to_s = click.option(
-        "--to-s", type=Real(0, 1e12), callback=_after_from,
+        "--to-s", type=FiniteFloat(0, 1e12), callback=_after_from,
         help=f"Stop before this second of the trace, {order} --rate.",
     )  # fmt: skip
     from_s = click.option(
-        "--from-s", type=Real(0, 1e12), default=0.0, is_eager=True, show_default=True,
+        "--from-s", type=FiniteFloat(0, 1e12), default=0.0, is_eager=True, show_default=True,
         help=f"Start at this second of the trace, {order} --rate.",
     )  # fmt: skip
     return lambda command: from_s(to_s(command))

@@ -79,7 +79,7 @@ def _cell(value: object) -> str | Text:
     return "-" if value is None else str(value)
 
 
-class Bar:
+class ProgressBar:
     """Progress on standard error: one bar per task on a terminal, otherwise one line per task or step.
 
     ``amount`` formats the position of a task and ``unit`` names it. The bars disappear at the end.

@@ -19,7 +19,7 @@ import msgspec
 
 from policy.config.deployment import Deployment
 from policy.config.engine_revision import used_shapes
-from policy.config.port_conflicts import Listener, listeners
+from policy.config.port_conflicts import ListenAddress, listeners
 from policy.errors import ConfigError
 from policy.types import EngineKind
 from policy.wire.controller_reports import GpuReport
@@ -27,7 +27,7 @@ from serve.actuator.gpu_cards import cards_of_machine
 from serve.actuator.placement_feasibility import check_placeable, machine
 from serve.gpu_inventory import GpuInventory, read_inventory
 from serve.host.version_check import installed
-from serve.internode_bandwidth import Measured
+from serve.internode_bandwidth import BandwidthReport
 from serve.ray_launcher import OBJECT_STORE_BYTES
 from store import compiled_modules
 from store.state_dir import StateDir, cache_dir
@@ -45,7 +45,7 @@ _CUDA = re.compile(r"^cuda\b.*?=\s*'(\d+)\.(\d+)'", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class CheckContext:
     """What is checked: this machine, a ``deployment``, and what ``runs`` on the state directory.
 
     ``raw`` is the deployment as a document. ``reports`` are those of the GPUs of running replicas, ``None``
@@ -78,14 +78,14 @@ class Subject:
         )
 
 
-def run_checks(subject: Subject) -> list[Finding]:
+def run_checks(subject: CheckContext) -> list[Finding]:
     """All checks; the worst results first, and those of one level from the most important check down."""
     return by_importance(
         [*_installation(subject), *_gpus(subject), *_machine(subject), *_surroundings(subject)]
     )
 
 
-def _installation(subject: Subject) -> Iterator[Finding]:
+def _installation(subject: CheckContext) -> Iterator[Finding]:
     about = metadata.metadata("tidegate")
     yield host.python(platform.python_version(), about["Requires-Python"])
     yield host.packages(metadata.requires("tidegate") or (), _version, _SHOWN)
@@ -100,7 +100,7 @@ def _installation(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _gpus(subject: Subject) -> Iterator[Finding]:
+def _gpus(subject: CheckContext) -> Iterator[Finding]:
     found = read_inventory()
     wanted = subject.gpus_per_replica
     yield gpus.driver(found, present=_has_gpu(), wanted=wanted > 0, torch_cuda=_torch_cuda())
@@ -115,7 +115,7 @@ def _gpus(subject: Subject) -> Iterator[Finding]:
     yield gpus.replicas(subject.reports)
 
 
-def _cards(subject: Subject, found: GpuInventory) -> Finding:
+def _cards(subject: CheckContext, found: GpuInventory) -> Finding:
     if subject.deployment is not None and subject.is_local:
         try:
             check_placeable(
@@ -126,7 +126,7 @@ def _cards(subject: Subject, found: GpuInventory) -> Finding:
     return gpus.cards(found, running=subject.runs is not None)
 
 
-def _machine(subject: Subject) -> Iterator[Finding]:
+def _machine(subject: CheckContext) -> Iterator[Finding]:
     models = subject.deployment.models if subject.deployment is not None and subject.is_local else ()
     here = [spec for spec in models if spec.engine is EngineKind.VLLM and subject.runs is None]
     sizes = {
@@ -146,7 +146,7 @@ def _machine(subject: Subject) -> Iterator[Finding]:
     yield host.disk(host.free_disk([subject.state.root, cache_dir("models"), Path(tempfile.gettempdir())]))
 
 
-def _surroundings(subject: Subject) -> Iterator[Finding]:
+def _surroundings(subject: CheckContext) -> Iterator[Finding]:
     deployment = subject.deployment
     if deployment is None:
         yield not_applicable("ports", "name a deployment file to check its ports, memory and cluster")
@@ -161,11 +161,11 @@ def _surroundings(subject: Subject) -> Iterator[Finding]:
     yield host.compiled(compiled_modules.state()[1])
 
 
-def _held(subject: Subject, ray: bool) -> tuple[Listener, ...]:
+def _held(subject: CheckContext, ray: bool) -> tuple[ListenAddress, ...]:
     return () if subject.running is None else listeners(subject.running, ray=ray)
 
 
-def _measure(subject: Subject) -> Measured:
+def _measure(subject: CheckContext) -> BandwidthReport:
     """Run in a process of its own, as only that may load Ray."""
     try:
         ran = subprocess.run(
@@ -176,10 +176,12 @@ def _measure(subject: Subject) -> Measured:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Measured(error=f"no answer of the cluster within {_MEASURE_S:.0f} s")
+        return BandwidthReport(error=f"no answer of the cluster within {_MEASURE_S:.0f} s")
     if ran.stdout:
-        return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Measured)
-    return Measured(error=ran.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no answer")
+        return msgspec.json.decode(ran.stdout.splitlines()[-1], type=BandwidthReport)
+    return BandwidthReport(
+        error=ran.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "no answer"
+    )
 
 
 def _version(distribution: str) -> str | None:

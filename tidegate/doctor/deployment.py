@@ -9,10 +9,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from policy.config.deployment import Deployment
-from policy.config.port_conflicts import Listener
+from policy.config.port_conflicts import ListenAddress
 from policy.config.tls import ServerTls
 from policy.errors import ConfigError, PreconditionFailed
-from serve.internode_bandwidth import Measured
+from serve.internode_bandwidth import BandwidthReport
 from store.tls_files import days_left, ports_with_tls
 from tidegate.doctor.finding import Finding, error, not_applicable, ok, warning
 from tidegate.supervisor import preflight
@@ -24,7 +24,7 @@ _SLOW_BYTES_PER_S = 125e6
 _CONNECT_S = 3.0
 
 
-def ports(wanted: Iterable[Listener], running: Collection[Listener]) -> Finding:
+def ports(wanted: Iterable[ListenAddress], running: Collection[ListenAddress]) -> Finding:
     """Whether the ports are free, or held by the deployment that runs on this state directory."""
     taken, held = [], []
     listeners = tuple(wanted)
@@ -75,7 +75,7 @@ def ray(deployment: Deployment, foreign: Callable[[], str | None], environment: 
     return ok(check, f"{address} answers")
 
 
-def network(deployment: Deployment | None, measure: Callable[[Deployment], Measured]) -> Finding:
+def network(deployment: Deployment | None, measure: Callable[[Deployment], BandwidthReport]) -> Finding:
     """The bandwidth between the nodes of a cluster that the deployment joins."""
     check = "network between nodes"
     if deployment is None or not deployment.deploys or deployment.cluster.address == "local":

@@ -11,7 +11,7 @@ from policy.config.convert import convert
 from policy.config.deployment import NAME
 from policy.errors import ConfigError
 from store.key_derivation import digest_of
-from tidegate.importers.vllm_flags import Translation
+from tidegate.importers.vllm_flags import ImportedDeployment
 
 # LiteLLM's, where its clients expect it.
 PORT = 4000
@@ -62,7 +62,7 @@ class _Config(msgspec.Struct):
     router_settings: _Fallbacks | None = None
 
 
-def from_litellm(raw: Mapping[str, Any]) -> Translation:
+def from_litellm(raw: Mapping[str, Any]) -> ImportedDeployment:
     """The deployment of LiteLLM's configuration; what has no counterpart is named in the notes.
 
     Raises :class:`policy.errors.ConfigError` for values of another type, and if no model can be served.
@@ -96,7 +96,7 @@ def from_litellm(raw: Mapping[str, Any]) -> Translation:
     for section in (config.litellm_settings, config.router_settings):
         if section is not None and section.fallbacks:
             notes.append("fallbacks are left out: `upstreams` with a price and a cost cap replace them")
-    return Translation(document, notes)
+    return ImportedDeployment(document, notes)
 
 
 def _server(entry: _Entry, theirs: str, at: str, notes: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from policy.config.convert import convert
 from policy.config.deployment import FORBIDDEN_ENV
 from policy.errors import ConfigError
 from store.key_derivation import digest_of
-from tidegate.importers.vllm_flags import Machine, Translation, model_entry, read_flags
+from tidegate.importers.vllm_flags import ImportedDeployment, MachineResources, model_entry, read_flags
 
 # The chart's router, where its clients expect it.
 PORT = 30080
@@ -72,7 +72,7 @@ class _Values(msgspec.Struct, rename="camel"):
     serving_engine_spec: _Engines
 
 
-def from_production_stack(raw: Mapping[str, Any]) -> Translation:
+def from_production_stack(raw: Mapping[str, Any]) -> ImportedDeployment:
     """The deployment of the chart's values; what has no counterpart is named in the notes.
 
     How pods are made (images, volumes, nodes) is no part of a deployment file. Raises
@@ -96,7 +96,7 @@ def from_production_stack(raw: Mapping[str, Any]) -> Translation:
         document["tenants"] = [{"name": "default", "keys_sha256": [digest_of(key.encode())]}]
     elif isinstance(key, dict) and key.get("secretName"):
         notes.append("servingEngineSpec.vllmApiKey is in a secret: create a key with `tidegate keys create`")
-    return Translation(document, notes)
+    return ImportedDeployment(document, notes)
 
 
 def _model(spec: _Model, at: str, budget: dict[str, int], notes: list[str]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _model(spec: _Model, at: str, budget: dict[str, int], notes: list[str]) -> d
     tensor_parallel = given["tensor_parallel_size"] = int(given.get("tensor_parallel_size") or 1)
     cores = int(float(spec.request_cpu or 1))
     gpus = tensor_parallel * most if float(spec.request_gpu or 0) > 0 else 0
-    model = model_entry(spec.model_url, given, Machine(gpus=gpus, cpus=cores, bfloat16=True))
+    model = model_entry(spec.model_url, given, MachineResources(gpus=gpus, cpus=cores, bfloat16=True))
     if gpus:
         budget["gpus"] = budget.get("gpus", 0) + gpus
     else:

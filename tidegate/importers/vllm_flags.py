@@ -49,7 +49,7 @@ _SCALAR = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|true|false|null", re.IGNOREC
 
 
 @dataclass
-class Machine:
+class MachineResources:
     """What replicas may use: ``gpus``, else ``cpus``; ``bfloat16`` is whether the CPU computes it."""
 
     gpus: int
@@ -58,14 +58,16 @@ class Machine:
 
 
 @dataclass
-class Translation:
+class ImportedDeployment:
     """A deployment file's content, and ``notes`` on what a reader of the flags would not expect."""
 
     document: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 
 
-def translate(words: Sequence[str], environment: Mapping[str, str], machine: Machine) -> Translation:
+def translate(
+    words: Sequence[str], environment: Mapping[str, str], machine: MachineResources
+) -> ImportedDeployment:
     """The deployment of ``vllm serve WORDS``.
 
     Raises :class:`policy.errors.ConfigError` for a flag that vLLM does not have or that Tidegate cannot carry
@@ -86,10 +88,10 @@ def translate(words: Sequence[str], environment: Mapping[str, str], machine: Mac
     if keys:
         digests = [digest_of(key.encode()) for key in keys]
         document["tenants"] = [{"name": "default", "keys_sha256": digests}]
-    return Translation(document, notes)
+    return ImportedDeployment(document, notes)
 
 
-def model_entry(model: str, given: dict[str, Any], machine: Machine) -> dict[str, Any]:
+def model_entry(model: str, given: dict[str, Any], machine: MachineResources) -> dict[str, Any]:
     """The section of ``models`` for vLLM's arguments ``given`` (names in snake_case), which it uses up."""
     names = [str(name) for name in _listed(given.pop("served_model_name", None))]
     if len(names) > 1:
@@ -264,7 +266,7 @@ def _check(given: Mapping[str, Any]) -> None:
             raise ConfigError(_flag(name), value, expected)
 
 
-def _budget(machine: Machine) -> dict[str, int]:
+def _budget(machine: MachineResources) -> dict[str, int]:
     return {"gpus": machine.gpus} if machine.gpus else {"cpus": machine.cpus}
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from policy.config.convert import require
 from policy.config.deployment import Deployment
-from tidegate.kubernetes.object_metadata import INSTANCE, Manifest, Options, labels_of, named, object_of
+from tidegate.kubernetes.object_metadata import (
+    INSTANCE,
+    KubernetesObject,
+    ManifestOptions,
+    labels_of,
+    named,
+    object_of,
+)
 
 ROLE = "controller"
 
@@ -19,12 +26,12 @@ def port(deployment: Deployment) -> int:
     return int(deployment.cluster.controller.rpartition(":")[2])
 
 
-def count(deployment: Deployment, options: Options) -> int:
+def count(deployment: Deployment, options: ManifestOptions) -> int:
     """How many there are: as asked for, or as the deployment file names."""
     return max(options.controllers, len(deployment.cluster.controllers))
 
 
-def cluster(deployment: Deployment, options: Options) -> dict[str, Any]:
+def cluster(deployment: Deployment, options: ManifestOptions) -> dict[str, Any]:
     """The section ``cluster`` of the pods; raises :class:`policy.errors.ConfigError` without a database."""
     election, number = deployment.cluster.election, port(deployment)
     if election is None and options.controllers == 1:
@@ -38,26 +45,26 @@ def cluster(deployment: Deployment, options: Options) -> dict[str, Any]:
     return found
 
 
-def _names(deployment: Deployment, options: Options) -> list[str]:
+def _names(deployment: Deployment, options: ManifestOptions) -> list[str]:
     name, number = named(options, ROLE), port(deployment)
     return [f"{name}-{each}.{name}:{number}" for each in range(count(deployment, options))]
 
 
-def addresses(deployment: Deployment, options: Options) -> str:
+def addresses(deployment: Deployment, options: ManifestOptions) -> str:
     """Where gateways find them."""
     if deployment.cluster.election is not None:
         return ",".join(_names(deployment, options))
     return f"{named(options, ROLE)}:{port(deployment)}"
 
 
-def arguments(deployment: Deployment, options: Options, file: str) -> list[str]:
+def arguments(deployment: Deployment, options: ManifestOptions, file: str) -> list[str]:
     """The command of one of several controllers."""
     # The pod's name may not be known to the cluster's DNS yet when it starts.
     own = f"$(POD_NAME).{named(options, ROLE)}:{port(deployment)}"
     return ["controller", file, "--address", own, "--host", "0.0.0.0", "--watch"]
 
 
-def network(deployment: Deployment, options: Options) -> list[Manifest]:
+def network(deployment: Deployment, options: ManifestOptions) -> list[KubernetesObject]:
     """The addresses of the controllers, and who reaches them."""
     name, labels = named(options, ROLE), labels_of(options, ROLE)
     # Without an address of its own: names of pods, and of one controller alone.

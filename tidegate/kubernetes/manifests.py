@@ -16,7 +16,7 @@ from policy.config.deployment import Deployment
 from policy.config.port_conflicts import is_loopback
 from policy.deployment_file.parse import parse
 from tidegate.kubernetes import controller_manifests
-from tidegate.kubernetes.object_metadata import Manifest, Options, labels_of, named, object_of
+from tidegate.kubernetes.object_metadata import KubernetesObject, ManifestOptions, labels_of, named, object_of
 from tidegate.kubernetes.rbac import access, is_scaled
 
 STATE, CACHE = "/var/lib/tidegate", "/var/cache/tidegate"
@@ -33,10 +33,10 @@ POD_NAME = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadat
 
 
 @dataclass(frozen=True)
-class Manifests:
+class KubernetesManifests:
     """The objects, and ``notes`` on what must be there beside them."""
 
-    objects: list[Manifest]
+    objects: list[KubernetesObject]
     notes: list[str]
 
 
@@ -55,7 +55,7 @@ class _Part:
     elects: bool = False
 
 
-def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> Manifests:
+def manifests(raw: dict[str, Any], deployment: Deployment, options: ManifestOptions) -> KubernetesManifests:
     """The manifests of ``deployment``, whose file's content is ``raw``.
 
     Raises :class:`policy.errors.ConfigError` for several controllers that cannot elect their leader.
@@ -94,10 +94,10 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: Options) -> 
         objects += [_disruption_budget(options), _autoscaler(options)]
     if options.service_monitor:
         objects.append(_service_monitor(options))
-    return Manifests(objects, _notes(deployment, options))
+    return KubernetesManifests(objects, _notes(deployment, options))
 
 
-def _parts(deployment: Deployment, options: Options) -> list[_Part]:
+def _parts(deployment: Deployment, options: ManifestOptions) -> list[_Part]:
     run = ["run", f"{CONFIG}/{FILE}", "--watch"]
     if deployment.deploys:
         return [_Part([*run, "--no-ray"], has_models=True)]
@@ -115,7 +115,7 @@ def _parts(deployment: Deployment, options: Options) -> list[_Part]:
     return [_Part(follow, scales=True, has_file=False), controller]
 
 
-def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest:
+def _workload(deployment: Deployment, options: ManifestOptions, part: _Part) -> KubernetesObject:
     labels = labels_of(options, part.role)
     spec: dict[str, Any] = {
         "replicas": 1,
@@ -158,7 +158,7 @@ def _workload(deployment: Deployment, options: Options, part: _Part) -> Manifest
     return object_of("apps/v1", kind, options, name=named(options, part.role), spec=spec)
 
 
-def _container(deployment: Deployment, options: Options, part: _Part) -> dict[str, Any]:
+def _container(deployment: Deployment, options: ManifestOptions, part: _Part) -> dict[str, Any]:
     gateway = deployment.gateway
     ports = {"http": gateway.port, "admin": gateway.admin_port, **_grpc_ports(deployment)}
     if part.role:
@@ -218,7 +218,7 @@ def _resources(deployment: Deployment, part: _Part) -> dict[str, Any]:
     return wanted
 
 
-def _volumes(options: Options, part: _Part) -> list[dict[str, Any]]:
+def _volumes(options: ManifestOptions, part: _Part) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = []
     if part.has_file:
         volumes.append({"name": "config", "configMap": {"name": options.name}})
@@ -243,7 +243,7 @@ def grace_s(deployment: Deployment) -> int:
     return int(gateway.drain_delay_s + gateway.drain_timeout_s + replicas_s) + SPARE_S
 
 
-def secret_name(options: Options) -> str:
+def secret_name(options: ManifestOptions) -> str:
     """The secret with the file ``secret``, which the pods of a deployment share."""
     return f"{options.name}-secret"
 
@@ -253,13 +253,13 @@ def _grpc_ports(deployment: Deployment) -> dict[str, int]:
     return {name.rpartition("_")[2]: port.port for name, port in deployment.grpc_ports.items()}
 
 
-def _service(options: Options, name: str, ports: dict[str, int]) -> Manifest:
+def _service(options: ManifestOptions, name: str, ports: dict[str, int]) -> KubernetesObject:
     listed = [{"name": port, "port": number, "targetPort": port} for port, number in ports.items()]
     spec, labels = {"selector": labels_of(options), "ports": listed}, {"tidegate.io/port": next(iter(ports))}
     return object_of("v1", "Service", options, name=name, labels=labels, spec=spec)
 
 
-def _network_policy(deployment: Deployment, options: Options) -> Manifest:
+def _network_policy(deployment: Deployment, options: ManifestOptions) -> KubernetesObject:
     """The client port is open, the scaler to the cluster, others to the deployment's own namespace."""
     inside: list[dict[str, Any]] = [{"podSelector": {}}]
     rules: list[dict[str, Any]] = [
@@ -274,12 +274,12 @@ def _network_policy(deployment: Deployment, options: Options) -> Manifest:
     return object_of("networking.k8s.io/v1", "NetworkPolicy", options, spec=spec)
 
 
-def _disruption_budget(options: Options, role: str = "") -> Manifest:
+def _disruption_budget(options: ManifestOptions, role: str = "") -> KubernetesObject:
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(options, role)}}
     return object_of("policy/v1", "PodDisruptionBudget", options, name=named(options, role), spec=spec)
 
 
-def _autoscaler(options: Options) -> Manifest:
+def _autoscaler(options: ManifestOptions) -> KubernetesObject:
     """Gateways by processor time; streams that run keep a gateway for as long as they drain."""
     target = {"type": "Utilization", "averageUtilization": 70}
     spec = {
@@ -291,12 +291,12 @@ def _autoscaler(options: Options) -> Manifest:
     return object_of("autoscaling/v2", "HorizontalPodAutoscaler", options, spec=spec)
 
 
-def _claim(options: Options, volume: str, size: str) -> Manifest:
+def _claim(options: ManifestOptions, volume: str, size: str) -> KubernetesObject:
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     return object_of("v1", "PersistentVolumeClaim", options, name=f"{options.name}-{volume}", spec=spec)
 
 
-def _service_monitor(options: Options) -> Manifest:
+def _service_monitor(options: ManifestOptions) -> KubernetesObject:
     spec = {
         "selector": {"matchLabels": {**labels_of(options), "tidegate.io/port": "admin"}},
         "endpoints": [
@@ -312,7 +312,7 @@ def _service_monitor(options: Options) -> Manifest:
     return object_of("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
 
 
-def _notes(deployment: Deployment, options: Options) -> list[str]:
+def _notes(deployment: Deployment, options: ManifestOptions) -> list[str]:
     name = secret_name(options)
     notes = [
         f"the pods share a secret: kubectl -n {options.namespace} create secret generic {name}"

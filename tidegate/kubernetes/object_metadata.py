@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-Manifest = dict[str, Any]
+KubernetesObject = dict[str, Any]
 
 INSTANCE = "app.kubernetes.io/instance"
 
 
 @dataclass(frozen=True)
-class Options:
+class ManifestOptions:
     """The ``name`` of all objects, their ``namespace``, the ``image``, the least number of ``gateways``.
 
     Of several ``controllers`` one leads.
@@ -27,7 +27,7 @@ class Options:
     service_monitor: bool = False
 
 
-def as_yaml(objects: list[Manifest]) -> str:
+def as_yaml(objects: list[KubernetesObject]) -> str:
     """The objects as one YAML stream."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False)
 
@@ -46,20 +46,20 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def named(options: Options, role: str) -> str:
+def named(options: ManifestOptions, role: str) -> str:
     """The name of the objects of a role."""
     return f"{options.name}-{role}" if role else options.name
 
 
-def labels_of(options: Options, role: str = "") -> dict[str, str]:
+def labels_of(options: ManifestOptions, role: str = "") -> dict[str, str]:
     """The labels of the pods of a role."""
     return {"app.kubernetes.io/name": f"tidegate-{role}" if role else "tidegate", INSTANCE: options.name}
 
 
 def object_of(
-    api: str, kind: str, options: Options, *, name: str = "", namespace: str = "",
+    api: str, kind: str, options: ManifestOptions, *, name: str = "", namespace: str = "",
     labels: dict[str, str] | None = None, **content: Any,
-) -> Manifest:  # fmt: skip
+) -> KubernetesObject:  # fmt: skip
     metadata = {
         "name": name or options.name,
         "namespace": namespace or options.namespace,

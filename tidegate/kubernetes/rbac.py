@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from gateway.routing.discovered_server import is_labelled
 from policy.config.deployment import Deployment
-from tidegate.kubernetes.object_metadata import Manifest, Options, named, object_of
+from tidegate.kubernetes.object_metadata import KubernetesObject, ManifestOptions, named, object_of
 
 
 def is_scaled(deployment: Deployment) -> bool:
@@ -14,7 +14,7 @@ def is_scaled(deployment: Deployment) -> bool:
     return deployment.needs_controller and not deployment.deploys
 
 
-def access(deployment: Deployment, options: Options) -> list[Manifest]:
+def access(deployment: Deployment, options: ManifestOptions) -> list[KubernetesObject]:
     """Accounts, with the right to follow endpoints and labels of pods, and, for a controller, to scale."""
     used = _used(deployment, options)
     labelled = [_rule("", "services"), _rule("", "pods")]
@@ -43,7 +43,7 @@ class _Used(NamedTuple):
     reads_pods: bool
 
 
-def _used(deployment: Deployment, options: Options) -> dict[str, _Used]:
+def _used(deployment: Deployment, options: ManifestOptions) -> dict[str, _Used]:
     """What is used of each namespace in which servers are discovered."""
     found: dict[str, _Used] = {}
     for spec in deployment.models:
@@ -71,7 +71,9 @@ def _rule(group: str, resource: str, *verbs: str) -> dict[str, Any]:
     return {"apiGroups": [group], "resources": [resource], "verbs": [*verbs] or ["get", "list", "watch"]}
 
 
-def _roles(options: Options, name: str, rules: dict[str, list[dict[str, Any]]]) -> list[Manifest]:
+def _roles(
+    options: ManifestOptions, name: str, rules: dict[str, list[dict[str, Any]]]
+) -> list[KubernetesObject]:
     """The account ``name`` may do what the ``rules`` of each namespace say."""
     api, objects = "rbac.authorization.k8s.io/v1", []
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}

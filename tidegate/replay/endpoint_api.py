@@ -10,8 +10,8 @@ import msgspec
 
 from policy.errors import TidegateError, Unreachable
 from sim.arrivals import Arrival
-from tidegate.replay.http_client import Pool, ResponseBody
-from tidegate.replay.prompts import Fit, Prompts
+from tidegate.replay.http_client import ReplayConnectionPool, ResponseBody
+from tidegate.replay.prompts import PromptGenerator, TokensPerWordFit
 from tidegate.replay.response_timing import StreamTimings
 
 COMPLETIONS = "/v1/completions"
@@ -65,7 +65,7 @@ class EndpointRefused(TidegateError):
     """The endpoint answers, but does not serve a replay's requests."""
 
 
-async def models_of(pool: Pool) -> list[str]:
+async def models_of(pool: ReplayConnectionPool) -> list[str]:
     """The models that the endpoint lists, at least one."""
     answer = ResponseBody()
     try:
@@ -80,7 +80,7 @@ async def models_of(pool: Pool) -> list[str]:
     return models
 
 
-async def send(pool: Pool, path: str, body: bytes) -> tuple[int, StreamTimings]:
+async def send(pool: ReplayConnectionPool, path: str, body: bytes) -> tuple[int, StreamTimings]:
     """Send one request; returns the status, 0 without an answer, and the timings, with the error if any."""
     timings = StreamTimings(sent_at=perf_counter())
     status = 0
@@ -101,13 +101,15 @@ def _unreachable(error: str) -> Unreachable:
     return Unreachable(f"the endpoint does not answer: {error}")
 
 
-async def probe(pool: Pool, request_format: RequestFormat, seed: int) -> tuple[RequestFormat, Fit]:
+async def probe(
+    pool: ReplayConnectionPool, request_format: RequestFormat, seed: int
+) -> tuple[RequestFormat, TokensPerWordFit]:
     """The request format that the endpoint accepts, and how many tokens it counts for words.
 
     If it answers 400 to ``ignore_eos`` and ``min_tokens``, answers are as long as the model makes them. If it
     counts no tokens, each word is one. Raises :class:`EndpointRefused` with its error, and ``Unreachable``.
     """
-    prompts = Prompts(seed)
+    prompts = PromptGenerator(seed)
     short = Arrival(at=0.0, input_tokens=_SHORT, output_tokens=1)
     status, first = await _probe_length(pool, request_format, prompts.text(short, -1))
     if status == 400 and request_format.exact:
@@ -116,17 +118,19 @@ async def probe(pool: Pool, request_format: RequestFormat, seed: int) -> tuple[R
     if first.error:
         raise EndpointRefused(f"{request_format.path} answered {status}: {first.error}")
     if not first.input_tokens:
-        return request_format, Fit()
+        return request_format, TokensPerWordFit()
     _, longer = await _probe_length(
         pool, request_format, prompts.text(short._replace(input_tokens=_LONG), -2)
     )
     if longer.input_tokens <= first.input_tokens:
-        return request_format, Fit()
+        return request_format, TokensPerWordFit()
     per_word = (longer.input_tokens - first.input_tokens) / (_LONG - _SHORT)
-    return request_format, Fit(max(first.input_tokens - per_word * _SHORT, 0.0), per_word)
+    return request_format, TokensPerWordFit(max(first.input_tokens - per_word * _SHORT, 0.0), per_word)
 
 
-async def _probe_length(pool: Pool, request_format: RequestFormat, prompt: str) -> tuple[int, StreamTimings]:
+async def _probe_length(
+    pool: ReplayConnectionPool, request_format: RequestFormat, prompt: str
+) -> tuple[int, StreamTimings]:
     status, timings = await send(
         pool, request_format.path, request_format.body(request_format.model, prompt, 1)
     )

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 
-class Origin:
+class HttpOrigin:
     """The server of an http or https URL, and the requests to it."""
 
     def __init__(self, url: str, key: str = "", headers: Mapping[str, str] | None = None) -> None:
@@ -43,7 +43,7 @@ class Origin:
         return head.encode() + body
 
 
-class Response:
+class ReplayResponse:
     """One response, read by read.
 
     ``feed`` gets the body bytes of each read with its instant. ``keep_alive`` says, once the response is
@@ -101,7 +101,7 @@ CONNECT_TIMEOUT_S = 10.0
 SILENT_AFTER_S = 600.0
 
 
-class Sink(Protocol):
+class ReplayResponseSink(Protocol):
     """Receives a response. Instants are seconds of ``perf_counter``."""
 
     def sent(self, at: float) -> None:
@@ -125,7 +125,7 @@ class ResponseBody:
         self.body += data
 
 
-class Connection(asyncio.Protocol):
+class ReplayConnection(asyncio.Protocol):
     """A connection with one request at a time: ``used`` after the first, ``begun`` once bytes arrive."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
         self.begun = False
         self.reusable = True
         self._transport: asyncio.Transport | None = None
-        self._response: Response | None = None
+        self._response: ReplayResponse | None = None
         self._answer: asyncio.Future[int] | None = None
         self._read_at = 0.0
 
@@ -141,11 +141,11 @@ class Connection(asyncio.Protocol):
     def open(self) -> bool:
         return self.reusable and self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, sink: Sink) -> int:
+    async def exchange(self, request: bytes, sink: ReplayResponseSink) -> int:
         """Send a request and read its answer; returns its status. Raises ``OSError``."""
         assert self._transport is not None
         loop = asyncio.get_running_loop()
-        self._answer, self._response, self.begun = loop.create_future(), Response(sink.feed), False
+        self._answer, self._response, self.begun = loop.create_future(), ReplayResponse(sink.feed), False
         self._read_at = perf_counter()
         sink.sent(self._read_at)
         self._transport.write(request)
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
-    def _end(self, response: Response) -> None:
+    def _end(self, response: ReplayResponse) -> None:
         self.reusable = response.keep_alive
         if not self.reusable and self._transport is not None:
             self._transport.close()
@@ -216,17 +216,17 @@ class Connection(asyncio.Protocol):
             self._end(self._response)
 
 
-class Pool:
+class ReplayConnectionPool:
     """Connections to one endpoint, as many as there are requests in flight."""
 
     def __init__(self, url: str, key: str = "", headers: Mapping[str, str] | None = None) -> None:
-        self._origin = Origin(url, key, headers)
-        self._idle: list[Connection] = []
+        self._origin = HttpOrigin(url, key, headers)
+        self._idle: list[ReplayConnection] = []
 
-    async def get(self, path: str, sink: Sink) -> int:
+    async def get(self, path: str, sink: ReplayResponseSink) -> int:
         return await self._exchange(self._origin.get(path), sink)
 
-    async def post(self, path: str, body: bytes, sink: Sink) -> int:
+    async def post(self, path: str, body: bytes, sink: ReplayResponseSink) -> int:
         return await self._exchange(self._origin.post(path, body), sink)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class Pool:
             connection.abort()
         self._idle.clear()
 
-    async def _exchange(self, request: bytes, sink: Sink) -> int:
+    async def _exchange(self, request: bytes, sink: ReplayResponseSink) -> int:
         connection = self._idle_connection() or await self._connect()
         try:
             status = await connection.exchange(request, sink)
@@ -248,15 +248,17 @@ class Pool:
             self._idle.append(connection)
         return status
 
-    def _idle_connection(self) -> Connection | None:
+    def _idle_connection(self) -> ReplayConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.open:
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> ReplayConnection:
         loop, origin = asyncio.get_running_loop(), self._origin
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=origin.tls)
+            _, connection = await loop.create_connection(
+                ReplayConnection, origin.host, origin.port, ssl=origin.tls
+            )
         return connection

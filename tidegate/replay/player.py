@@ -9,8 +9,8 @@ from time import perf_counter
 
 from sim.arrivals import Arrival
 from tidegate.replay.endpoint_api import RequestFormat, send
-from tidegate.replay.http_client import Pool
-from tidegate.replay.prompts import Prompts
+from tidegate.replay.http_client import ReplayConnectionPool
+from tidegate.replay.prompts import PromptGenerator
 from tidegate.replay.response_timing import StreamTimings
 from tidegate.replay.results import ReplayRow
 
@@ -19,15 +19,15 @@ LEAD_S = 0.05
 
 
 @dataclass
-class Player:
+class TracePlayer:
     """Plays a trace against ``pool``; ``on_row`` receives each request that ended.
 
     At most ``in_flight`` requests are open: later ones are delayed. ``cut`` counts those cut by :meth:`stop`.
     """
 
-    pool: Pool
+    pool: ReplayConnectionPool
     request_format: RequestFormat
-    prompts: Prompts
+    prompts: PromptGenerator
     in_flight: int
     on_row: Callable[[ReplayRow], None]
     cut: int = 0

@@ -26,7 +26,7 @@ _RING = 1 << 16
 _PIECES = 4096
 
 
-class Fit(NamedTuple):
+class TokensPerWordFit(NamedTuple):
     """The tokens that an endpoint counts: ``overhead + per_word * words``."""
 
     overhead: float = 0.0
@@ -37,15 +37,15 @@ class Fit(NamedTuple):
         return round(tokens / self.per_word)
 
 
-class Prompts:
+class PromptGenerator:
     """The prompts of one replay. Prompts of another ``seed`` differ from the first word on.
 
     A prefix cache from an earlier replay therefore has no effect, and blocks and requests share only the
     prefixes that the trace gives them.
     """
 
-    def __init__(self, seed: int, fit: Fit | None = None) -> None:
-        self.fit = fit or Fit()
+    def __init__(self, seed: int, fit: TokensPerWordFit | None = None) -> None:
+        self.fit = fit or TokensPerWordFit()
         self._seed = seed
         rng = random.Random(seed)  # noqa: S311 - a reproducible workload
         words = rng.choices(_WORDS, k=_RING + BLOCK_TOKENS)

@@ -18,10 +18,10 @@ from policy.errors import Unreachable
 from sim.arrivals import Arrival
 from tidegate.replay.capture_to_trace import CaptureFile, CaptureRefused
 from tidegate.replay.endpoint_api import RequestFormat, describe_error, models_of, probe
-from tidegate.replay.http_client import Pool
-from tidegate.replay.player import Player
-from tidegate.replay.prompts import Fit, Prompts
-from tidegate.replay.results import ReplayRow, RequestResult, Tally
+from tidegate.replay.http_client import ReplayConnectionPool
+from tidegate.replay.player import TracePlayer
+from tidegate.replay.prompts import PromptGenerator, TokensPerWordFit
+from tidegate.replay.results import ReplayRow, ReplayStatistics, RequestResult
 
 # Descriptors beside those of the connections.
 _OTHER_DESCRIPTORS = 64
@@ -32,14 +32,14 @@ class ReplayResult:
     """The request format, the tokens per word and the outcome of a replay."""
 
     request_format: RequestFormat
-    fit: Fit
+    fit: TokensPerWordFit
     outcome: RequestResult
     interrupted: bool
 
 
 async def replay(
     arrivals: Iterable[Arrival],
-    pool: Pool,
+    pool: ReplayConnectionPool,
     request_format: RequestFormat,
     *,
     seed: int,
@@ -57,7 +57,7 @@ async def replay(
             listed = await models_of(pool)
             request_format = replace(request_format, model=listed[0], others=frozenset(listed))
         request_format, fit = await probe(pool, request_format, seed)
-        tally = Tally()
+        tally = ReplayStatistics()
         with record.open("wb") if record is not None else nullcontext() as file:
 
             def record_row(row: ReplayRow) -> None:
@@ -66,10 +66,10 @@ async def replay(
                     file.write(msgspec.json.encode(row) + b"\n")
                 on_row(row)
 
-            player = Player(
+            player = TracePlayer(
                 pool,
                 request_format,
-                Prompts(seed, fit),
+                PromptGenerator(seed, fit),
                 in_flight=_connection_limit(in_flight),
                 on_row=record_row,
             )
@@ -88,7 +88,7 @@ async def capture(url: str, token: str, spool: CaptureFile, *, for_s: float | No
     Returns whether this side ended it. Raises :class:`policy.errors.Unreachable` and
     :class:`tidegate.replay.capture_to_trace.CaptureRefused`.
     """
-    pool = Pool(url, token)
+    pool = ReplayConnectionPool(url, token)
     receiving = asyncio.create_task(pool.get("/admin/capture", spool))
     try:
         with stopped_by_signals(receiving.cancel):

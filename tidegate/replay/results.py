@@ -80,7 +80,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
-class Tally:
+class ReplayStatistics:
     def __init__(self) -> None:
         self.sent = 0
         self._served = self._input = self._output = self._late = 0

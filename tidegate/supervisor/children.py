@@ -47,7 +47,7 @@ class ProcessSpec:
 
 
 @dataclass
-class Child:
+class SupervisedProcess:
     """A process that is restarted until :meth:`stop`. ``on_exit`` gets the pid of each one that exited."""
 
     spec: ProcessSpec
@@ -203,7 +203,7 @@ async def run_tool(
         log.close()
 
 
-def check_alive(children: Iterable[Child]) -> None:
+def check_alive(children: Iterable[SupervisedProcess]) -> None:
     """Raise :class:`policy.errors.EngineFailed` with the end of the log of a child that keeps failing."""
     for child in children:
         if child.failures >= MAX_FAILURES and not child.pid:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from policy.config.deployment import Deployment, GatewayConfig
-from policy.types import EngineKind, Fleet, Load, Replica, ReplicaPhase
+from policy.types import EngineKind, FleetSnapshot, Replica, ReplicaLoad, ReplicaPhase
 from tidegate.supervisor.readiness import call
 
 
@@ -30,7 +30,7 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayFleet(msgspec.Struct, frozen=True):
     """The part of ``/admin/fleet`` that is read here."""
 
-    fleet: Fleet
+    fleet: FleetSnapshot
     replicas: tuple[_Seen, ...] = ()
 
     def servers(self, deployment: Deployment, at: float) -> tuple[Replica, ...]:
@@ -39,7 +39,7 @@ class GatewayFleet(msgspec.Struct, frozen=True):
             Replica(
                 id=server.id, model=server.model, shape=server.shape, generation=server.generation,
                 mode=server.mode, adapters=server.adapters, state=server.state, url=server.url,
-                load=Load(at=at, in_flight=server.in_flight, bound=server.bound), reason=server.reason,
+                load=ReplicaLoad(at=at, in_flight=server.in_flight, bound=server.bound), reason=server.reason,
             )
             for name in external_models(deployment)
             for server in self.replicas

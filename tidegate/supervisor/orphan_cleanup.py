@@ -23,7 +23,7 @@ CLUSTER_STOP_S = 60.0
 ANSWER_S = 2.0
 
 
-def remove_leftovers(state: StateDir, report: Callable[[str], None]) -> bool:
+def remove_orphans(state: StateDir, report: Callable[[str], None]) -> bool:
     """End the recorded processes and nothing else; returns whether there was anything to clean up.
 
     Raises :class:`policy.errors.Unreachable` for processes that do not exit and

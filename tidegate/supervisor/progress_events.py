@@ -16,7 +16,7 @@ _LAST_OF_START = frozenset({"ready", "failed", "stopped"})
 _LAST_OF_STOP = frozenset({"failed", "stopped"})
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ProgressEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One event; ``fraction`` is the progress of a step, ``exit_code`` that of a failure."""
 
     kind: Kind
@@ -26,15 +26,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     exit_code: int = 0
 
 
-class Progress:
+class ProgressLog:
     """The events of one supervisor, stored and passed to every follower."""
 
-    def __init__(self, echo: Callable[[Event], None]) -> None:
+    def __init__(self, echo: Callable[[ProgressEvent], None]) -> None:
         self._echo = echo
-        self._history: deque[Event] = deque(maxlen=1000)
-        self._followers: set[asyncio.Queue[Event]] = set()
+        self._history: deque[ProgressEvent] = deque(maxlen=1000)
+        self._followers: set[asyncio.Queue[ProgressEvent]] = set()
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: ProgressEvent) -> None:
         self._history.append(event)
         self._echo(event)
         for queue in self._followers:
@@ -42,16 +42,16 @@ class Progress:
 
     def step(self, step: str, message: str, fraction: float | None = None) -> None:
         """Progress of a step; a repeated message is dropped."""
-        event = Event(kind="step", step=step, message=message, fraction=fraction)
+        event = ProgressEvent(kind="step", step=step, message=message, fraction=fraction)
         if not self._history or self._history[-1] != event:
             self.emit(event)
 
     def done(self, step: str, message: str) -> None:
-        self.emit(Event(kind="done", step=step, message=message))
+        self.emit(ProgressEvent(kind="done", step=step, message=message))
 
-    async def follow(self, *, stop: bool) -> AsyncIterator[Event]:
+    async def follow(self, *, stop: bool) -> AsyncIterator[ProgressEvent]:
         """Events until the end of the start; with ``stop``, from now on until the end of the stop."""
-        queue: asyncio.Queue[Event] = asyncio.Queue()
+        queue: asyncio.Queue[ProgressEvent] = asyncio.Queue()
         if not stop:
             for event in self._history:
                 queue.put_nowait(event)

@@ -12,7 +12,7 @@ from policy.config.deployment import Deployment, GatewayConfig
 from policy.config.tls import ServerTls
 from policy.errors import ConfigError, EngineFailed
 from policy.scaling.reconcile_steps import MAX_FAILURES
-from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
+from policy.types import EngineKind, FleetSnapshot, ReplicaPhase, Runner
 from policy.wire.headers import CANARY_HEADER
 from serve.controller.crash_loop_backoff import last_run
 from store.state_dir import StateDir
@@ -44,14 +44,14 @@ def _url(host: str, port: int, tls: ServerTls | None) -> str:
     return f"http{'s' * (tls is not None)}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def idle(deployment: Deployment, fleet: Fleet) -> frozenset[str]:
+def idle(deployment: Deployment, fleet: FleetSnapshot) -> frozenset[str]:
     """The models with 0 desired replicas."""
     targets = {model.name: model.target for model in fleet.models}
     deployed = (spec.name for spec in deployment.models if spec.is_scaled)
     return frozenset(name for name in deployed if targets.get(name) == 0)
 
 
-def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
+def waiting_for(deployment: Deployment, fleet: FleetSnapshot) -> list[str]:
     """Models that need a ready replica and have none, with the states of their replicas."""
     missing = []
     idle_models = idle(deployment, fleet)

@@ -11,7 +11,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import TidegateError, Unauthorized, Unreachable
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
-from tidegate.deployment_file import Document
+from tidegate.deployment_file import DeploymentDocument
 
 FOLLOW_EVERY_S = 1.0
 _TIMEOUT_S = 3.0
@@ -19,7 +19,7 @@ _RETRY_S = 0.5
 
 
 @dataclass
-class RemoteController:
+class RemoteDocumentFeed:
     """The controllers at ``addresses``, ``HOST:PORT[,HOST:PORT]``.
 
     ``gateway`` replaces values of the section ``gateway`` on this host, and ``addresses`` those of the
@@ -30,7 +30,7 @@ class RemoteController:
     addresses: str
     gateway: dict[str, Any] | None
 
-    async def first_document(self, timeout_s: float, note: Callable[[str], None]) -> Document:
+    async def first_document(self, timeout_s: float, note: Callable[[str], None]) -> DeploymentDocument:
         """The deployment, or the last one that this host served if no controller answers in ``timeout_s``.
 
         Raises :class:`policy.errors.Unreachable` if there is neither, and
@@ -52,7 +52,7 @@ class RemoteController:
             await asyncio.sleep(_RETRY_S)
 
     async def follow(
-        self, current: object, take: Callable[[Document], None], note: Callable[[str], None]
+        self, current: object, take: Callable[[DeploymentDocument], None], note: Callable[[str], None]
     ) -> None:
         """Call ``take`` with each new deployment, until cancelled."""
         answers = True
@@ -72,7 +72,7 @@ class RemoteController:
                 current = document.raw
                 take(document)
 
-    async def _document(self) -> Document:
+    async def _document(self) -> DeploymentDocument:
         return self._on_this_host(await asyncio.to_thread(self._fetch))
 
     def _fetch(self) -> dict[str, Any]:
@@ -82,10 +82,10 @@ class RemoteController:
         finally:
             client.close()
 
-    def _on_this_host(self, raw: dict[str, Any]) -> Document:
+    def _on_this_host(self, raw: dict[str, Any]) -> DeploymentDocument:
         """The deployment with this host's addresses and this way to the controllers."""
         changed = dict(raw)
         if self.gateway is not None:
             changed["gateway"] = {**raw.get("gateway", {}), **self.gateway}
             changed["cluster"] = {**raw.get("cluster", {}), "controller": self.addresses}
-        return Document(raw=changed, deployment=parse(changed))
+        return DeploymentDocument(raw=changed, deployment=parse(changed))

@@ -20,9 +20,16 @@ from serve.controller.client import ControllerClient
 from store.key_derivation import own_key
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines, external_server_status, preflight, readiness
-from tidegate.supervisor.children import Child, ProcessSpec, ToolLine, check_alive, log_end, run_tool
+from tidegate.supervisor.children import (
+    ProcessSpec,
+    SupervisedProcess,
+    ToolLine,
+    check_alive,
+    log_end,
+    run_tool,
+)
 from tidegate.supervisor.process_record import ProcessRecord
-from tidegate.supervisor.progress_events import Event, Progress
+from tidegate.supervisor.progress_events import ProgressEvent, ProgressLog
 
 _POLL_S = 0.25
 _GATEWAY_POLL_S = 0.05
@@ -49,20 +56,20 @@ class Startup:
     deployment: Deployment
     state: StateDir
     record: ProcessRecord
-    progress: Progress
+    progress: ProgressLog
     ray: bool
     remote: bool
     address: str
     host: str
     timeout_s: float
     servers_timeout_s: float
-    child: Callable[[ProcessSpec], Child]
+    child: Callable[[ProcessSpec], SupervisedProcess]
     controller_client: Callable[[], ControllerClient]
     sockets: list[socket.socket] = field(default_factory=list)
-    workers: list[Child] = field(default_factory=list)
-    accounting: Child | None = None
-    controller: Child | None = None
-    head: Child | None = None
+    workers: list[SupervisedProcess] = field(default_factory=list)
+    accounting: SupervisedProcess | None = None
+    controller: SupervisedProcess | None = None
+    head: SupervisedProcess | None = None
     joined: bool = False
     _idle: frozenset[str] = frozenset()
     _recovery: asyncio.Task[None] | None = None
@@ -88,7 +95,7 @@ class Startup:
         await self._servers()
 
     @property
-    def children(self) -> list[Child]:
+    def children(self) -> list[SupervisedProcess]:
         others = (self.accounting, self.controller, self.head)
         return self.workers + [child for child in others if child is not None]
 
@@ -240,10 +247,12 @@ class Startup:
                 await self._until("ray", self._head_listens)
                 await self.start_controller()
             except TidegateError as error:
-                self.progress.emit(Event(kind="note", message=f"the controller is not back yet: {error}"))
+                self.progress.emit(
+                    ProgressEvent(kind="note", message=f"the controller is not back yet: {error}")
+                )
                 await asyncio.sleep(_RETRY_S)
             else:
-                self.progress.emit(Event(kind="note", message="the controller is back"))
+                self.progress.emit(ProgressEvent(kind="note", message="the controller is back"))
                 return
 
     def stop_recovering(self) -> None:
@@ -298,7 +307,7 @@ class Startup:
                 for name in models:
                     self.progress.done("server", f"{name}: {external_server_status.summary(name, servers)}")
                     for line in lines[name]:
-                        self.progress.emit(Event(kind="note", message=f"{name}: {line}"))
+                        self.progress.emit(ProgressEvent(kind="note", message=f"{name}: {line}"))
                 return
             said = {name: lines[name] or [external_server_status.summary(name, servers)] for name in missing}
             self.progress.step("server", "; ".join(f"{name}: {', '.join(said[name])}" for name in missing))
@@ -326,7 +335,11 @@ class Startup:
         return fleet.servers(self.deployment, 0.0) if fleet is not None else None
 
     async def _until(
-        self, step: str, check: Callable[[], Awaitable[str | None]], *needed: Child, poll_s: float = _POLL_S
+        self,
+        step: str,
+        check: Callable[[], Awaitable[str | None]],
+        *needed: SupervisedProcess,
+        poll_s: float = _POLL_S,
     ) -> None:
         """Poll until nothing is missing; fails at the deadline, or when a child keeps failing."""
         clock = asyncio.get_running_loop().time

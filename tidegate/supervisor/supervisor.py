@@ -13,25 +13,25 @@ from typing import Literal
 
 import psutil
 
-from policy.deployment_file.diff import Change, Effect, diff
+from policy.deployment_file.diff import ChangeEffect, ConfigChange, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
-from policy.wire.accounting_api import AuditEntry, Role
+from policy.wire.accounting_api import AdminRole, AuditEntry
 from serve.autoscaler.custom_policy_check import rehearse_all
 from serve.controller.client import ControllerClient
 from store.os_process import local_user
 from store.state_dir import StateDir
 from store.tenancy import audit_spool
-from tidegate.deployment_file import Document
-from tidegate.exit_codes import Exit, exit_of
+from tidegate.deployment_file import DeploymentDocument
+from tidegate.exit_codes import ExitCode, exit_of
 from tidegate.redaction import redact
 from tidegate.supervisor import control_socket, preflight, readiness
-from tidegate.supervisor.children import Child, ProcessSpec, log_end
+from tidegate.supervisor.children import ProcessSpec, SupervisedProcess, log_end
 from tidegate.supervisor.controller_watch import TIMEOUT_S, watch_controller
 from tidegate.supervisor.orphan_cleanup import ELECTED, forget_targets, leave_cluster
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
-from tidegate.supervisor.progress_events import Event, Progress
-from tidegate.supervisor.remote_document_feed import RemoteController
+from tidegate.supervisor.progress_events import ProgressEvent, ProgressLog
+from tidegate.supervisor.remote_document_feed import RemoteDocumentFeed
 from tidegate.supervisor.startup import SERVERS_S, Startup
 
 _SNAPSHOT_S = 2.0
@@ -49,8 +49,8 @@ class Supervisor:
     """
 
     def __init__(
-        self, state: StateDir, document: Document, *, ray: bool, timeout_s: float | None, progress: Progress,
-        remote: RemoteController | None = None, address: str = "", host: str = "",
+        self, state: StateDir, document: DeploymentDocument, *, ray: bool, timeout_s: float | None,
+        progress: ProgressLog, remote: RemoteDocumentFeed | None = None, address: str = "", host: str = "",
     ) -> None:  # fmt: skip
         deployment = document.deployment
         self._state = state
@@ -107,16 +107,16 @@ class Supervisor:
         except OSError as error:
             failure = EngineFailed(str(error))
         self._phase = "stopping"
-        self._progress.emit(Event(kind="stopping", message="stopping all processes"))
+        self._progress.emit(ProgressEvent(kind="stopping", message="stopping all processes"))
         complete = await self._end()
         snapshots.cancel()
         if failure is not None:
-            last = Event(kind="failed", message=str(failure), exit_code=exit_of(failure))
+            last = ProgressEvent(kind="failed", message=str(failure), exit_code=exit_of(failure))
         elif complete:
-            last = Event(kind="stopped", message="all processes have stopped")
+            last = ProgressEvent(kind="stopped", message="all processes have stopped")
         else:
             message = "not all processes have stopped: run `tidegate down` again"
-            last = Event(kind="stopped", message=message, exit_code=Exit.FAILED)
+            last = ProgressEvent(kind="stopped", message=message, exit_code=ExitCode.FAILED)
         self._progress.emit(last)
         server.close()
         # Followers read the last event before this process exits.
@@ -146,17 +146,19 @@ class Supervisor:
             ),
         )
 
-    async def _answer(self, request: control_socket.Request) -> AsyncIterator[control_socket.Line]:
+    async def _answer(
+        self, request: control_socket.SupervisorRequest
+    ) -> AsyncIterator[control_socket.SupervisorResponseLine]:
         if request.command == "apply":
             await self.apply(request.document)
         if request.command in ("apply", "status"):
-            yield control_socket.Line(status=self.status())
+            yield control_socket.SupervisorResponseLine(status=self.status())
             return
         stop = request.command == "stop"
         if stop:
             self._stopping.set()
         async for event in self._progress.follow(stop=stop):
-            yield control_socket.Line(event=event)
+            yield control_socket.SupervisorResponseLine(event=event)
 
     async def apply(self, document: object) -> None:
         """Apply all of a deployment file or nothing.
@@ -172,7 +174,7 @@ class Supervisor:
         async with self._applying:
             changes = diff(self._deployment, deployment)
             for change in changes:
-                if change.effect is Effect.RESTART:
+                if change.effect is ChangeEffect.RESTART:
                     raise ConfigError(
                         change.path, change.after, f"{change.before!r}, or down and up: {change.why}"
                     )
@@ -194,10 +196,10 @@ class Supervisor:
         if await asyncio.to_thread(self._controller().document) != document:
             await self.apply(document)
 
-    def _record_apply(self, changes: tuple[Change, ...]) -> None:
+    def _record_apply(self, changes: tuple[ConfigChange, ...]) -> None:
         """Add the changes to the audit trail; on a full disk say so, as they are in force."""
         entry = AuditEntry(
-            at=time.time(), actor=local_user(), role=Role.ADMIN, action="apply", target="deployment",
+            at=time.time(), actor=local_user(), role=AdminRole.ADMIN, action="apply", target="deployment",
             before={change.path: redact(change.before, change.path) for change in changes},
             after={change.path: redact(change.after, change.path) for change in changes},
         )  # fmt: skip
@@ -227,7 +229,7 @@ class Supervisor:
                 return
             start.result()
             self._phase = "ready"
-            self._progress.emit(Event(kind="ready", message=self._address or self.status().endpoint))
+            self._progress.emit(ProgressEvent(kind="ready", message=self._address or self.status().endpoint))
             await stopped
         finally:
             watching.cancel()
@@ -244,7 +246,7 @@ class Supervisor:
         with contextlib.closing(self._controller(TIMEOUT_S, self._address)) as client:
             await watch_controller(client.hangs, self._start.restart_controller, self._note)
 
-    def _follow(self, document: Document) -> None:
+    def _follow(self, document: DeploymentDocument) -> None:
         """Take a new deployment of the remote controller; gateway workers read the file when it changes."""
         self._state.save(self._state.deployment_path, document.raw)
         self._raw, self._deployment = document.raw, document.deployment
@@ -304,18 +306,18 @@ class Supervisor:
         self._note(f"cannot clean up the Ray cluster at {address}{log_end(self._state, 'cluster')}")
         return False
 
-    async def _end_child(self, child: Child, grace_s: float) -> None:
+    async def _end_child(self, child: SupervisedProcess, grace_s: float) -> None:
         pid = child.pid
         await child.stop(grace_s)
         if pid:
-            self._progress.emit(Event(kind="ended", step=child.spec.name, message=f"pid {pid}"))
+            self._progress.emit(ProgressEvent(kind="ended", step=child.spec.name, message=f"pid {pid}"))
 
     def _remaining(self, left: tuple[RecordedProcess, ...]) -> list[RecordedProcess]:
         self._record.snapshot()
         return [entry for entry in self._record.living() if entry.pid != os.getpid() and entry not in left]
 
     def _report_ended(self, entry: RecordedProcess) -> None:
-        self._progress.emit(Event(kind="ended", step=entry.name, message=f"pid {entry.pid}"))
+        self._progress.emit(ProgressEvent(kind="ended", step=entry.name, message=f"pid {entry.pid}"))
 
     def _signalled(self) -> None:
         if self._stopping.is_set():
@@ -333,11 +335,13 @@ class Supervisor:
         self._record.keep(entry for entry in self._record.living() if entry not in ours)
         self._record.add("supervisor", os.getpid())
 
-    def _child(self, spec: ProcessSpec) -> Child:
-        return Child(spec, self._state, self._record, note=self._note, on_exit=self._forget_metrics)
+    def _child(self, spec: ProcessSpec) -> SupervisedProcess:
+        return SupervisedProcess(
+            spec, self._state, self._record, note=self._note, on_exit=self._forget_metrics
+        )
 
     def _note(self, message: str) -> None:
-        self._progress.emit(Event(kind="note", message=message))
+        self._progress.emit(ProgressEvent(kind="note", message=message))
 
     def _forget_metrics(self, pid: int) -> None:
         # Gauges of live processes would include the dead worker; counters are kept and summed.

@@ -21,7 +21,7 @@ from gateway.protocol.errors import Refused
 from policy.config.deployment import GatewayConfig
 from policy.config.port_conflicts import WILDCARDS
 from policy.errors import Refusal
-from policy.wire.accounting_api import Actor, Role
+from policy.wire.accounting_api import AdminRole, AuditActor
 
 # Served without the token: probes and Prometheus, and the schema and the page, which have no data, with their
 # files.
@@ -33,14 +33,14 @@ _OPERATIONS = ("/admin/scale", "/admin/mode", "/admin/adapters", "/admin/playgro
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?")
 
 
-def needed_role(method: str, path: str) -> Role:
+def needed_role(method: str, path: str) -> AdminRole:
     """The least role for a request: what is not known as an operation needs the highest."""
     if method in ("GET", "HEAD"):
-        return Role.VIEWER
-    return Role.OPERATOR if path.startswith(_OPERATIONS) else Role.ADMIN
+        return AdminRole.VIEWER
+    return AdminRole.OPERATOR if path.startswith(_OPERATIONS) else AdminRole.ADMIN
 
 
-class AdminAccess:
+class AdminAuthorization:
     """Middleware that answers 403 to a foreign Host or Origin or a role too low, 401 without token or key."""
 
     def __init__(
@@ -48,7 +48,7 @@ class AdminAccess:
         app: ASGIApp,
         *,
         token: Callable[[], str],
-        actor: Callable[[bytes], Actor | None],
+        actor: Callable[[bytes], AuditActor | None],
         gateway: Callable[[], GatewayConfig],
     ) -> None:
         self._app = app
@@ -106,9 +106,9 @@ class AdminAccess:
         scope[ACTOR] = actor
         return None
 
-    def _actor(self, given: bytes) -> Actor | None:
+    def _actor(self, given: bytes) -> AuditActor | None:
         if hmac.compare_digest(given, self._token().encode()):
-            return Actor("admin token", Role.ADMIN)
+            return AuditActor("admin token", AdminRole.ADMIN)
         return self._actor_of_key(given)
 
     def _is_ours(self, given: str) -> bool:

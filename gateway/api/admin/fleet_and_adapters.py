@@ -16,10 +16,10 @@ from fastapi.security import HTTPBearer
 from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, NdjsonResponse
 from gateway.protocol.errors import Refused
 from gateway.telemetry.scrape import OPENMETRICS, TEXT
-from policy.wire.accounting_api import Actor
+from policy.wire.accounting_api import AuditActor
 from policy.wire.controller import ADAPTERS, DECISIONS, adapter_path, with_query
 
-# Open to probes and Prometheus; everything else needs the token, which `AdminAccess` checks.
+# Open to probes and Prometheus; everything else needs the token, which `AdminAuthorization` checks.
 health = APIRouter()
 router = APIRouter(dependencies=[Depends(HTTPBearer(scheme_name="token", auto_error=False))])
 
@@ -131,7 +131,7 @@ async def rollback(
     return await _change(services, actor, request, adapter_path(model, name, "rollback"))
 
 
-async def _change(services: GatewayServices, actor: Actor, request: Request, path: str) -> JsonResponse:
+async def _change(services: GatewayServices, actor: AuditActor, request: Request, path: str) -> JsonResponse:
     """The controller's answer to the body of ``request``."""
     return JsonResponse(await services.controller.ask("POST", path, await request.body(), actor=actor))
 

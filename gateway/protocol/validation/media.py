@@ -14,11 +14,11 @@ from msgspec import Raw
 
 from gateway.protocol import json_decoders
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_decoders import ITEMS, MEDIUM, Medium
+from gateway.protocol.json_decoders import ITEMS, MEDIUM, MediaPart
 from gateway.protocol.json_structure import (
     MAX_DEPTH,
     BoundExceeded,
-    Member,
+    JsonMember,
     PieceReader,
     StructureScan,
     name_of,
@@ -55,7 +55,7 @@ _FORBIDDEN = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "
 _HOLDS_MEDIA: Final = frozenset({*_MEDIA, *_FORBIDDEN})
 # As bytes: a body without these names has no media.
 HOLDS_MEDIA: Final = frozenset({name.encode() for name in _HOLDS_MEDIA})
-_MEDIUM: Final = frozenset(Medium.__struct_fields__)
+_MEDIUM: Final = frozenset(MediaPart.__struct_fields__)
 # Only what every parser of URLs reads alike: neither credentials nor backslashes.
 _URL: Final = re.compile(
     r"(?i:https?)://(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)(?::[0-9]{1,5})?(?:[/?#][!#-\[\]-~]*)?"
@@ -110,7 +110,7 @@ class MediaCheck:
                     elif kind == _OPEN:
                         self.walk(item, level + 1)
 
-    async def walk_large(self, raw: bytes, span: Member, pieces: PieceReader, level: int = 0) -> None:
+    async def walk_large(self, raw: bytes, span: JsonMember, pieces: PieceReader, level: int = 0) -> None:
         """As :meth:`walk`, of the value at ``span`` of ``raw``, which may have any size."""
         value = _at(raw, span)
         kind = raw[span.begin]
@@ -144,7 +144,7 @@ class MediaCheck:
         if value is not ABSENT and memoryview(value)[0] in _NESTS:
             self.walk(value, level + 1)
 
-    async def _large_part(self, raw: bytes, span: Member, pieces: PieceReader, level: int) -> None:
+    async def _large_part(self, raw: bytes, span: JsonMember, pieces: PieceReader, level: int) -> None:
         self._bound(1, level)
         fields = await self._fields(raw, span, pieces)
         inner = [fields[name] for name in ("content", "output") if name in fields]
@@ -153,21 +153,21 @@ class MediaCheck:
                 medium = _bare(name, value)
                 if memoryview(value)[0] == _OBJECT:
                     held = await self._fields(raw, fields[name], pieces)
-                    medium = Medium(**{key: _at(raw, held[key]) for key in held if key in _MEDIUM})
+                    medium = MediaPart(**{key: _at(raw, held[key]) for key in held if key in _MEDIUM})
                     inner += [held["content"]] if "content" in held else []
                 self._judge(name, medium)
         for each in inner:
             if raw[each.begin] in _NESTS:
                 await self.walk_large(raw, each, pieces, level + 1)
 
-    async def _members(self, raw: bytes, span: Member, pieces: PieceReader) -> list[Member]:
+    async def _members(self, raw: bytes, span: JsonMember, pieces: PieceReader) -> list[JsonMember]:
         scan = StructureScan(raw, MAX_DEPTH, MAX_MESSAGES, begin=span.begin, end=span.end)
         try:
             return await pieces.members(scan)
         except BoundExceeded as bound:
             raise Refused(Refusal.BAD_REQUEST, f"{self._name} {bound}.", param=self._name) from None
 
-    async def _fields(self, raw: bytes, span: Member, pieces: PieceReader) -> dict[str, Member]:
+    async def _fields(self, raw: bytes, span: JsonMember, pieces: PieceReader) -> dict[str, JsonMember]:
         return {name_of(each.name): each for each in await self._members(raw, span, pieces)}
 
     def _bound(self, count: int, level: int) -> None:
@@ -187,7 +187,7 @@ class MediaCheck:
             raise self._refused("uuid is not accepted by this server", Refusal.UNSUPPORTED)
         return [(name, part[name]) for name in _MEDIA if name in part and not _is_null(part[name])]
 
-    def _judge(self, name: str, medium: Medium) -> None:
+    def _judge(self, name: str, medium: MediaPart) -> None:
         """Count a medium, and refuse one that is too large, or from elsewhere."""
         data = medium.data if medium.file_data is ABSENT else medium.file_data
         has_url = not _is_null(medium.url)
@@ -223,7 +223,7 @@ class MediaCheck:
         return Refused(reason, f"{self._name}: {what}.", param=self._name)
 
 
-def _at(raw: bytes, span: Member) -> Raw:
+def _at(raw: bytes, span: JsonMember) -> Raw:
     return Raw(memoryview(raw)[span.begin : span.end])
 
 
@@ -231,9 +231,9 @@ def _is_null(value: Raw) -> bool:
     return value is ABSENT or memoryview(value)[0] == _NULL
 
 
-def _bare(name: str, value: Raw) -> Medium:
+def _bare(name: str, value: Raw) -> MediaPart:
     """The medium of a field that is no object: a URL, or bytes."""
     if name in _URLS:
-        return Medium(url=value)
+        return MediaPart(url=value)
     # Of a search result, ``source`` is a text to be quoted.
-    return Medium(data=value) if name != "source" else Medium()
+    return MediaPart(data=value) if name != "source" else MediaPart()

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 from gateway.http.http1_client import ConnectionPool
-from gateway.routing.engine_cache.known_prompts import ENOUGH, Blocks, KnownPrompts
-from gateway.routing.engine_cache.prompt_tokens import Prompt, ask
+from gateway.routing.engine_cache.known_prompts import ENOUGH, KnownPrompts, PromptBlocks
+from gateway.routing.engine_cache.prompt_tokens import TokenizablePrompt, ask
 from policy.request import Request
-from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt, News
+from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt, PrefixIndexUpdate
 from policy.routing.kv_event_log import KvEventLog
 from policy.wire.load_stream import COALESCE_S
 from store.kv_events.subscriber import KvEventSubscriber
@@ -35,10 +35,10 @@ REFUSALS: Final = 4
 UNTOLD: Final = -1
 
 
-class Listener(NamedTuple):
+class ServerCacheListener(NamedTuple):
     """Called with the ``news`` of a cache, when nothing is known of it any more, and with a problem."""
 
-    news: Callable[[News], None]
+    news: Callable[[PrefixIndexUpdate], None]
     forgotten: Callable[[], None]
     warn: Callable[[str], None]
 
@@ -51,7 +51,9 @@ class SentPrompt:
 
     __slots__ = ("_cache", "keys", "named", "prompt", "sent_at", "tokens")
 
-    def __init__(self, cache: ServerCache, named: NamedPrompt, prompt: Prompt, sent_at: int) -> None:
+    def __init__(
+        self, cache: ServerCache, named: NamedPrompt, prompt: TokenizablePrompt, sent_at: int
+    ) -> None:
         self._cache = cache
         self.named = named
         self.prompt = prompt
@@ -76,7 +78,7 @@ class ServerCache:
         ports: tuple[int, int | None],
         pool: ConnectionPool,
         known: KnownPrompts,
-        listener: Listener,
+        listener: ServerCacheListener,
     ) -> None:
         self.ports: tuple[int | None, int | None] = ports
         self.index = KvBlockIndex(0)
@@ -128,7 +130,7 @@ class ServerCache:
         self._told_at = UNTOLD
         self.pool.close()
 
-    def sent(self, request: Request, prompt: Prompt) -> SentPrompt | None:
+    def sent(self, request: Request, prompt: TokenizablePrompt) -> SentPrompt | None:
         """``request`` goes there: name its prefixes, as soon as its tokens are known."""
         hashes = request.prefix
         if not hashes or self._told_at == UNTOLD:
@@ -190,7 +192,7 @@ class ServerCache:
         if self._not_shown >= DOUBT and self._not_shown > self._shown:
             self._give_up("its events do not show the prompts that it serves")
 
-    def _name(self, sent: SentPrompt, blocks: Blocks) -> None:
+    def _name(self, sent: SentPrompt, blocks: PromptBlocks) -> None:
         self.index.name(sent.named, blocks.keys, blocks.tokens, sent.sent_at)
 
     def _follow(self) -> None:
@@ -274,6 +276,6 @@ class ServerCache:
         if self._told_at == UNTOLD or size != self.index.block_tokens:  # forgotten meanwhile
             return
         sent.keys = keys
-        blocks = Blocks(sent.keys, size, len(tokens))
+        blocks = PromptBlocks(sent.keys, size, len(tokens))
         self._known.add(sent.named.hashes[-1], blocks)
         self._name(sent, blocks)

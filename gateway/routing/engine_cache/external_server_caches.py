@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from gateway.http.http1_client import ConnectionPool
 from gateway.routing.external_server_options import ServerAccess
-from gateway.telemetry.structured_log import Log
-from policy.routing.engine_prefix_index import News
+from gateway.telemetry.structured_log import StructuredLog
+from policy.routing.engine_prefix_index import PrefixIndexUpdate
 from policy.types import Replica
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ class ServerCaches:
     """Opens the caches of servers that publish events; ``news`` and ``forgotten`` go to the routers."""
 
     def __init__(
-        self, news: Callable[[str, int, News], None], forgotten: Callable[[str, int], None], log: Log
+        self,
+        news: Callable[[str, int, PrefixIndexUpdate], None],
+        forgotten: Callable[[str, int], None],
+        log: StructuredLog,
     ) -> None:
         self._news = news
         self._forgotten = forgotten
@@ -54,7 +57,7 @@ class ServerCaches:
 
     def _opened(self, server: Replica, key: int, port: int, replay_port: int | None) -> ServerCache:
         # Most gateways need no ZeroMQ.
-        from gateway.routing.engine_cache.external_server_cache import Listener, ServerCache  # noqa: PLC0415
+        from gateway.routing.engine_cache.external_server_cache import ServerCache, ServerCacheListener  # noqa: PLC0415
         from gateway.routing.engine_cache.known_prompts import KnownPrompts  # noqa: PLC0415
 
         if self._known is None:
@@ -65,7 +68,7 @@ class ServerCaches:
             (port, replay_port),
             ConnectionPool(url, CONNECT_S, max_idle=MAX_IDLE),
             self._known[model],
-            Listener(
+            ServerCacheListener(
                 news=lambda news: self._news(model, key, news),
                 forgotten=lambda: self._forgotten(model, key),
                 warn=lambda problem: self._log.warning(

@@ -13,7 +13,7 @@ PROMPT_BYTES, KEY_BYTES = 370, 8
 ENOUGH = 2
 
 
-class Blocks(NamedTuple):
+class PromptBlocks(NamedTuple):
     """The keys of a prompt's full blocks, of ``size`` tokens each, and its ``tokens``."""
 
     keys: array[int]
@@ -28,9 +28,9 @@ class KnownPrompts:
         self.asking: set[int] = set()
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._prompts: OrderedDict[int, list[Blocks]] = OrderedDict()
+        self._prompts: OrderedDict[int, list[PromptBlocks]] = OrderedDict()
 
-    def of(self, deepest: int, size: int) -> list[Blocks]:
+    def of(self, deepest: int, size: int) -> list[PromptBlocks]:
         """Prompts whose deepest prefix this is, for a server with blocks of this size."""
         found = self._prompts.get(deepest)
         if found is None:
@@ -38,7 +38,7 @@ class KnownPrompts:
         self._prompts.move_to_end(deepest)
         return [each for each in found if each.size == size]
 
-    def add(self, deepest: int, blocks: Blocks) -> None:
+    def add(self, deepest: int, blocks: PromptBlocks) -> None:
         known = self._prompts.setdefault(deepest, [])
         self._prompts.move_to_end(deepest)
         if len(known) == ENOUGH:
@@ -50,5 +50,5 @@ class KnownPrompts:
             self._bytes -= sum(map(_size, gone))
 
 
-def _size(blocks: Blocks) -> int:
+def _size(blocks: PromptBlocks) -> int:
     return PROMPT_BYTES + KEY_BYTES * len(blocks.keys)

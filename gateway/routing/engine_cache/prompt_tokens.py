@@ -17,9 +17,9 @@ from msgspec import Raw
 
 from gateway.http.buffered_request import post
 from gateway.http.http1_client import ConnectionPool
-from gateway.protocol.body import Body
+from gateway.protocol.body import RequestBody
 from gateway.protocol.json_decoders import OPTIONS
-from gateway.protocol.paths import Route
+from gateway.protocol.paths import ProxyRoute
 from policy.hashing import block_keys
 
 # Of a prompt and of the answer, which is decoded in one turn of the event loop: some 150,000 tokens.
@@ -35,18 +35,18 @@ _OTHERWISE = ("truncate_prompt_tokens", "documents", "prompt_embeds")
 _NULL = b"null"
 
 
-class Answer(msgspec.Struct):
+class TokenizeResponse(msgspec.Struct):
     """Of ``/tokenize``."""
 
     tokens: list[int]
 
 
-_ANSWER = msgspec.json.Decoder(Answer)
+_ANSWER = msgspec.json.Decoder(TokenizeResponse)
 _TOKENS = msgspec.json.Decoder(list[int])
 _TEXT = msgspec.json.Decoder(str)
 
 
-class Prompt:
+class TokenizablePrompt:
     """A prompt as it was sent: its body with ``model`` for the model's name there.
 
     ``adapter`` and ``salt`` are what an engine adds to the identity of its blocks.
@@ -54,7 +54,9 @@ class Prompt:
 
     __slots__ = ("adapter", "body", "model", "route", "salt")
 
-    def __init__(self, route: Route, body: Body, *, model: str, adapter: str, salt: bytes) -> None:
+    def __init__(
+        self, route: ProxyRoute, body: RequestBody, *, model: str, adapter: str, salt: bytes
+    ) -> None:
         self.route = route
         self.body = body
         self.model = model

@@ -13,16 +13,16 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from gateway.telemetry.gen_ai_metrics import OPERATIONS
 from policy.admission.retry_policy import AttemptOutcome
 from policy.config.tracing import Tracing
 from policy.routing.cost import CostEstimate
-from policy.routing.router import Decision
+from policy.routing.router import PickResult
 from policy.types import Priority
 
 if TYPE_CHECKING:
-    from gateway.request_context import Call
+    from gateway.request_context import RequestContext
 
 # The traces that wait for a receiver that does not keep up; what comes then is lost, and counted.
 MAX_WAITING: Final = 1024
@@ -52,7 +52,7 @@ def read_traceparent(value: bytes | None) -> TraceParent | None:
     return TraceParent(trace_id, span_id, bool(int(found[4], 16) & 1))
 
 
-class Attempt:
+class TracedAttempt:
     """A wait for a replica and what came of it; instants are seconds of ``time.monotonic``, 0 for never.
 
     ``expected_wait_s`` was predicted for a request that had to wait. ``first_at`` is the first event of a
@@ -71,7 +71,7 @@ class Attempt:
         replica: bytes,
         expected_wait_s: float | None = None,
         quote: CostEstimate | None = None,
-        decision: Decision | None = None,
+        decision: PickResult | None = None,
     ) -> None:
         self.replica = replica
         self.expected_wait_s = expected_wait_s
@@ -82,7 +82,7 @@ class Attempt:
         self.first_at: float | None = None
         self.outcome = ""
 
-    def end(self, call: Call, outcome: AttemptOutcome) -> None:
+    def end(self, call: RequestContext, outcome: AttemptOutcome) -> None:
         """The attempt of ``call`` has ended."""
         self.ended_at, self.outcome = monotonic(), outcome
         if call.sent_at >= self.granted_at:
@@ -106,9 +106,9 @@ class RequestTrace:
         self.sampled = sampled
         self.kept = ""
         self.asked_at = 0.0
-        self.attempts: list[Attempt] = []
+        self.attempts: list[TracedAttempt] = []
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: TracedAttempt) -> None:
         """It has a replica."""
         self.asked_at = 0.0
         self.attempts.append(attempt)
@@ -127,7 +127,8 @@ class RequestTrace:
 
 
 class EndedRequest(NamedTuple):
-    """What is exported of a request: names and numbers, never its text. Instants as in :class:`Attempt`.
+    """What is exported of a request: names and numbers, never its text. Instants as in
+    :class:`TracedAttempt`.
 
     ``model``, ``tenant``, ``adapter`` and ``operation`` are empty where there is none, ``status`` is 0.
     """
@@ -146,7 +147,7 @@ class EndedRequest(NamedTuple):
     status: int
     outcome: str
     first_at: float | None
-    usage: Usage | None
+    usage: TokenUsage | None
     tracestate: bytes
 
 
@@ -184,7 +185,7 @@ class Tracer:
         sampled = number < self._sampled_below
         return RequestTrace(b"%b%016x" % (self._prefix, number), b"", self._bits(64) or 1, sampled)
 
-    def end(self, call: Call, model: str, tenant: str, began: float, ended: float) -> None:
+    def end(self, call: RequestContext, model: str, tenant: str, began: float, ended: float) -> None:
         """The call began and ended at these instants: keep its trace, or drop it."""
         trace = call.trace
         if trace is None or not (kept := self._reason(call, trace, began, ended)):
@@ -221,7 +222,7 @@ class Tracer:
             )
         )
 
-    def _reason(self, call: Call, trace: RequestTrace, began: float, ended: float) -> str:
+    def _reason(self, call: RequestContext, trace: RequestTrace, began: float, ended: float) -> str:
         """Why the trace is exported; empty if it is not."""
         if is_error(call.outcome, call.status):
             return "error"

@@ -26,7 +26,7 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 from gateway.telemetry.gen_ai_metrics import PROVIDER
-from gateway.telemetry.traces.request_trace import Attempt, EndedRequest, is_error
+from gateway.telemetry.traces.request_trace import EndedRequest, TracedAttempt, is_error
 from policy.admission.retry_policy import AttemptOutcome
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -104,7 +104,7 @@ class SpanBuilder:
             server.set_status(Status(StatusCode.ERROR, request.outcome))
         server.end(self._at(request.ended_at))
 
-    def _attempt(self, server: Span, request: EndedRequest, attempt: Attempt, index: int) -> None:
+    def _attempt(self, server: Span, request: EndedRequest, attempt: TracedAttempt, index: int) -> None:
         waited: Attributes = {}
         if attempt.expected_wait_s is not None and not index:
             waited["tidegate.queue.expected_wait_s"] = attempt.expected_wait_s
@@ -189,7 +189,7 @@ def _described(request: EndedRequest) -> Attributes:
     return found
 
 
-def _choice(attempt: Attempt) -> Attributes:
+def _choice(attempt: TracedAttempt) -> Attributes:
     """The router's decision: the replica, the reason, and what was predicted for all candidates."""
     found: Attributes = {"tidegate.replica": attempt.replica.decode()}
     if (quote := attempt.quote) is not None:

@@ -9,47 +9,49 @@ from contextlib import ExitStack
 
 import msgspec
 
-from loadtests.bench.benchmark_size import Plan, log
-from loadtests.bench.load_generator import Load, Result
-from loadtests.bench.median_and_range import Figure, figures_of, slope
-from loadtests.bench.processes import Mock
-from loadtests.bench.replica import Setting
-from loadtests.bench.systems import Running, System, running
+from loadtests.bench.benchmark_size import BenchmarkSize, log
+from loadtests.bench.load_generator import LoadGenerator, LoadResult
+from loadtests.bench.median_and_range import MedianAndRange, medians_and_ranges, slope
+from loadtests.bench.processes import MockUpstream
+from loadtests.bench.replica import MockReplicaSettings
+from loadtests.bench.systems import BenchmarkedSystem, RunningSystem, running
 from loadtests.bench.upstream_answers import BODY, stream_body
-from loadtests.bench.workload import Sized
+from loadtests.bench.workload import SizedChats
 
 CHUNKS, GAP_S, CLIENTS = 64, 0.01, 32
 
 
-class Cost(msgspec.Struct, kw_only=True):
+class SystemCost(msgspec.Struct, kw_only=True):
     """The results of one system: microseconds of the whole process tree, bytes, seconds, requests/s."""
 
-    small_us: Figure
-    kb32_us: Figure
-    kb240_us: Figure
-    chunk32_us: Figure
-    chunk128_us: Figure
-    rate: Figure
+    small_us: MedianAndRange
+    kb32_us: MedianAndRange
+    kb240_us: MedianAndRange
+    chunk32_us: MedianAndRange
+    chunk128_us: MedianAndRange
+    rate: MedianAndRange
     peak: int
     cold_start_s: float
 
 
-def check(result: Result, name: str) -> None:
+def check(result: LoadResult, name: str) -> None:
     """Raise RuntimeError unless every answer was 200 and byte-identical."""
     if result.wrong:
         raise RuntimeError(f"{name}: {dict(result.wrong)}, {result.sample}")
 
 
-async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict[str, Cost]:
+async def measure(
+    systems: Sequence[BenchmarkedSystem], upstream: MockUpstream, plan: BenchmarkSize
+) -> dict[str, SystemCost]:
     """All systems run side by side, idle but for the measured one; rounds are interleaved."""
-    upstream.configure(Setting(chunks=CHUNKS, gap_s=GAP_S))
+    upstream.configure(MockReplicaSettings(chunks=CHUNKS, gap_s=GAP_S))
     cells = {
-        "small_us": (Sized(110, plan.prefixes), plan.count(4000)),
-        "kb32_us": (Sized(32 * 1024, min(plan.prefixes, 1000)), plan.count(1000)),
+        "small_us": (SizedChats(110, plan.prefixes), plan.count(4000)),
+        "kb32_us": (SizedChats(32 * 1024, min(plan.prefixes, 1000)), plan.count(1000)),
         # Few texts, so that each was seen before: prompts this long are resumed chats.
-        "kb240_us": (Sized(240 * 1024, max(1, plan.prefixes // 20)), plan.count(300)),
+        "kb240_us": (SizedChats(240 * 1024, max(1, plan.prefixes // 20)), plan.count(300)),
     }
-    streams = Sized(110, plan.prefixes, stream=True)
+    streams = SizedChats(110, plan.prefixes, stream=True)
     rounds: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     with ExitStack() as stack:
         started = []
@@ -60,13 +62,13 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
             for each in started:
                 found: dict[str, float] = {}
                 for name, (request, count) in cells.items():
-                    used, result = await _used(each, Load(each.port, request, BODY), count, CLIENTS)
+                    used, result = await _used(each, LoadGenerator(each.port, request, BODY), count, CLIENTS)
                     found[name] = 1e6 * used / count
                     if name == "small_us":
                         found["rate"] = count / result.wall_s
                 for clients in (32, 128):
                     count = max(clients, plan.count(5 * clients))
-                    load = Load(each.port, streams, stream_body(CHUNKS))
+                    load = LoadGenerator(each.port, streams, stream_body(CHUNKS))
                     used, _ = await _used(each, load, count, clients)
                     found[f"chunk{clients}_us"] = (1e6 * used / count - found["small_us"]) / CHUNKS
                 if turn >= 0:
@@ -74,14 +76,18 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                     shown = " ".join(f"{name} {value:.0f}" for name, value in found.items())
                     log(f"cost {turn + 1}/{plan.rounds} {each.system.name}: {shown}")
         return {
-            each.system.name: Cost(
-                peak=each.tree.peak(), cold_start_s=each.cold_start_s, **figures_of(rounds[each.system.name])
+            each.system.name: SystemCost(
+                peak=each.tree.peak(),
+                cold_start_s=each.cold_start_s,
+                **medians_and_ranges(rounds[each.system.name]),
             )
             for each in started
         }
 
 
-async def _used(each: Running, load: Load, count: int, clients: int) -> tuple[float, Result]:
+async def _used(
+    each: RunningSystem, load: LoadGenerator, count: int, clients: int
+) -> tuple[float, LoadResult]:
     await asyncio.sleep(0.05)
     before = each.tree.cpu_s()
     result = await load.closed(count, clients)
@@ -93,7 +99,7 @@ async def _used(each: Running, load: Load, count: int, clients: int) -> tuple[fl
 BATCH = 10_000
 
 
-class Soak(msgspec.Struct, kw_only=True):
+class SoakResult(msgspec.Struct, kw_only=True):
     """Resident bytes after each number of requests, and bytes per request from the second quarter on."""
 
     requests: list[int]
@@ -102,23 +108,23 @@ class Soak(msgspec.Struct, kw_only=True):
     cpu_us: float
 
 
-async def measure_soak(system: System, upstream: Mock, plan: Plan) -> Soak:
+async def measure_soak(system: BenchmarkedSystem, upstream: MockUpstream, plan: BenchmarkSize) -> SoakResult:
     """``plan.soak`` short requests, closed loop, read every batch."""
-    upstream.configure(Setting())
-    request = Sized(110, plan.prefixes)
+    upstream.configure(MockReplicaSettings())
+    request = SizedChats(110, plan.prefixes)
     batch = max(8, min(BATCH, plan.soak // 10))
     with running(system, upstream.urls, plan.gateway_cores) as each:
         requests, memory = [0], [each.tree.memory()]
         began = each.tree.cpu_s()
         while requests[-1] < plan.soak:
-            check(await Load(each.port, request, BODY).closed(batch, CLIENTS), system.name)
+            check(await LoadGenerator(each.port, request, BODY).closed(batch, CLIENTS), system.name)
             requests.append(requests[-1] + batch)
             memory.append(each.tree.memory())
             if len(memory) % 10 == 1:
                 log(f"soak {requests[-1]}/{plan.soak}: {memory[-1] / 2**20:.1f} MiB")
         cpu_s = each.tree.cpu_s() - began
     settled = len(memory) // 4
-    return Soak(
+    return SoakResult(
         requests=requests,
         memory=memory,
         bytes_per_request=slope(requests[settled:], memory[settled:]),

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 
 import msgspec
 
-from loadtests.bench.benchmark_size import Plan, log
-from loadtests.bench.load_generator import Load, Result, paced
-from loadtests.bench.median_and_range import Figure, figures_of
+from loadtests.bench.benchmark_size import BenchmarkSize, log
+from loadtests.bench.load_generator import LoadGenerator, LoadResult, paced
+from loadtests.bench.median_and_range import MedianAndRange, medians_and_ranges
 from loadtests.bench.parts.cost import check
-from loadtests.bench.processes import Mock
-from loadtests.bench.replica import Setting
-from loadtests.bench.systems import Running, System, running
+from loadtests.bench.processes import MockUpstream
+from loadtests.bench.replica import MockReplicaSettings
+from loadtests.bench.systems import BenchmarkedSystem, RunningSystem, running
 from loadtests.bench.upstream_answers import stream_body
-from loadtests.bench.workload import Sized
+from loadtests.bench.workload import SizedChats
 from policy.stats.quantiles import nearest_rank
 
 CHUNKS = 16
@@ -27,19 +27,19 @@ PROBE_RATE = 200.0
 DIRECT = "no gateway"
 
 
-class Latency(msgspec.Struct, kw_only=True):
+class AddedLatency(msgspec.Struct, kw_only=True):
     """One system at one rate, in seconds. TTFT is that added to a run without a gateway in the same round.
 
     ITL's 99th percentile is absolute; the upstream's gap is 10 ms.
     """
 
-    added_p50: Figure
-    added_p99: Figure
-    itl_p99: Figure
-    cpu: Figure
+    added_p50: MedianAndRange
+    added_p99: MedianAndRange
+    itl_p99: MedianAndRange
+    cpu: MedianAndRange
 
 
-class Latencies(msgspec.Struct, kw_only=True):
+class LatencyResults(msgspec.Struct, kw_only=True):
     """All cells: by fraction of the capacity, then by system.
 
     ``capacity`` is in streams per second, by the processor time of each at :data:`PROBE_RATE`: busier
@@ -49,14 +49,16 @@ class Latencies(msgspec.Struct, kw_only=True):
     slowest: str
     capacity: float
     chunks: int
-    itl_direct_p99: dict[str, Figure]
-    cells: dict[str, dict[str, Latency]]
+    itl_direct_p99: dict[str, MedianAndRange]
+    cells: dict[str, dict[str, AddedLatency]]
 
 
-async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Latencies:
+async def measure(
+    systems: Sequence[BenchmarkedSystem], upstream: MockUpstream, plan: BenchmarkSize
+) -> LatencyResults:
     """Capacity first, then the cells, interleaved by round; each round has one arrival sequence for all."""
-    upstream.configure(Setting(chunks=CHUNKS, gap_s=GAP_S))
-    request, expected = Sized(110, plan.prefixes, stream=True), stream_body(CHUNKS)
+    upstream.configure(MockReplicaSettings(chunks=CHUNKS, gap_s=GAP_S))
+    request, expected = SizedChats(110, plan.prefixes, stream=True), stream_body(CHUNKS)
     with ExitStack() as stack:
         started = [stack.enter_context(running(each, upstream.urls, plan.gateway_cores)) for each in systems]
         capacities: dict[str, float] = {}
@@ -64,18 +66,18 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
             due = paced(PROBE_RATE, plan.cell_s, random.Random(plan.seed))  # noqa: S311 - arrivals
             for _ in range(2):  # the first warms up
                 before = each.tree.cpu_s()
-                check(await Load(each.port, request, expected).open(due), each.system.name)
+                check(await LoadGenerator(each.port, request, expected).open(due), each.system.name)
                 capacities[each.system.name] = len(due) / (each.tree.cpu_s() - before)
             log(f"latency: {each.system.name} carries {capacities[each.system.name]:.0f} streams/s a core")
         of_peers = {each.name: capacities[each.name] for each in systems if not each.ours} or capacities
         slowest = min(of_peers, key=lambda name: of_peers[name])
         capacity = of_peers[slowest]
 
-        async def cell(each: Running | None, rate: float, turn: int) -> tuple[Result, float]:
+        async def cell(each: RunningSystem | None, rate: float, turn: int) -> tuple[LoadResult, float]:
             due = paced(rate, plan.cell_s, random.Random(f"{plan.seed} {turn} {rate}"))  # noqa: S311
             port = upstream.ports[0] if each is None else each.port
             before = each.tree.cpu_s() if each is not None else 0.0
-            result = await Load(port, request, expected).open(due)
+            result = await LoadGenerator(port, request, expected).open(due)
             check(result, DIRECT if each is None else each.system.name)
             used = each.tree.cpu_s() - before if each is not None else 0.0
             return result, used / result.wall_s
@@ -98,13 +100,13 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
                     found.setdefault(level, {}).setdefault(each.system.name, []).append(values)
                     shown = " ".join(f"{name} {1e3 * v:.2f}" for name, v in values.items() if name != "cpu")
                     log(f"latency {turn + 1}/{plan.rounds} at {level} {each.system.name}: {shown} ms")
-    return Latencies(
+    return LatencyResults(
         slowest=slowest,
         capacity=capacity,
         chunks=CHUNKS,
-        itl_direct_p99={level: Figure.of(values) for level, values in direct.items()},
+        itl_direct_p99={level: MedianAndRange.of(values) for level, values in direct.items()},
         cells={
-            level: {name: Latency(**figures_of(rounds)) for name, rounds in by_system.items()}
+            level: {name: AddedLatency(**medians_and_ranges(rounds)) for name, rounds in by_system.items()}
             for level, by_system in found.items()
         },
     )

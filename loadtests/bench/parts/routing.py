@@ -10,26 +10,26 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.bench.benchmark_size import Plan, log
-from loadtests.bench.load_generator import Load
-from loadtests.bench.median_and_range import Figure, figures_of
+from loadtests.bench.benchmark_size import BenchmarkSize, log
+from loadtests.bench.load_generator import LoadGenerator
+from loadtests.bench.median_and_range import MedianAndRange, medians_and_ranges
 from loadtests.bench.parts.cost import check
-from loadtests.bench.processes import Mock
-from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Setting
-from loadtests.bench.systems import System, running
+from loadtests.bench.processes import MockUpstream
+from loadtests.bench.replica import CHARS_PER_TOKEN, MockReplicaCounts, MockReplicaSettings
+from loadtests.bench.systems import BenchmarkedSystem, running
 from loadtests.bench.upstream_answers import adapter_name, stream_body
-from loadtests.bench.workload import Adapted, Prefixed, draws, even
+from loadtests.bench.workload import AdapterChats, PrefixedChats, draws, even
 from policy.stats.quantiles import nearest_rank
 
 
-class Scene(NamedTuple):
+class RoutingScenario(NamedTuple):
     """Requests for ``kinds`` prefixes (adapters where ``setting`` has any) at ``rate`` per second.
 
     The k-th has weight ``(k+1)**-exponent``.
     """
 
     name: str
-    setting: Setting
+    setting: MockReplicaSettings
     rate: float
     requests: int = 1600
     kinds: int = 32
@@ -37,7 +37,7 @@ class Scene(NamedTuple):
     replicas: int = 4
 
 
-def arrivals(scene: Scene, seed: str) -> tuple[list[int], list[float]]:
+def arrivals(scene: RoutingScenario, seed: str) -> tuple[list[int], list[float]]:
     """The kind and the arrival time in seconds of each request, reproducible by seed and scene."""
     rng = random.Random(f"{seed} {scene.name}")  # noqa: S311 - a reproducible workload
     return draws(scene.requests, scene.kinds, scene.exponent, rng), even(scene.requests, scene.rate, rng)
@@ -76,26 +76,28 @@ ADAPTERS = 200
 CHUNKS = 4
 ADAPTER_CHARS = ADAPTER_TOKENS * CHARS_PER_TOKEN
 # 50,000 prompt tokens a second and a prefix of 1024: 28 ms cold, 7 ms warm with 64 tokens of its own.
-_FITS = Setting(chunks=CHUNKS, gap_s=0.005, base_s=0.006, token_s=2e-5, lanes=1, cache_tokens=12 * 1024)
+_FITS = MockReplicaSettings(
+    chunks=CHUNKS, gap_s=0.005, base_s=0.006, token_s=2e-5, lanes=1, cache_tokens=12 * 1024
+)
 _TIGHT = msgspec.structs.replace(_FITS, cache_tokens=4 * 1024)
-_ADAPTERS = Setting(
+_ADAPTERS = MockReplicaSettings(
     chunks=CHUNKS, gap_s=0.005, base_s=0.002, token_s=2e-5, lanes=1, slots=8, load_s=0.02, adapters=ADAPTERS
 )
 # The rates keep four replicas about half busy when the routing is right.
 PREFIX_SCENES = (
-    Scene("working set fits, uniform", _FITS, rate=240.0),
-    Scene("working set fits, Zipf", _FITS, rate=240.0, exponent=1.0),
-    Scene("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
-    Scene("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
+    RoutingScenario("working set fits, uniform", _FITS, rate=240.0),
+    RoutingScenario("working set fits, Zipf", _FITS, rate=240.0, exponent=1.0),
+    RoutingScenario("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
+    RoutingScenario("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
 )
-ADAPTER_SCENE = Scene(
+ADAPTER_SCENE = RoutingScenario(
     "200 adapters, Zipf", _ADAPTERS, rate=200.0, requests=2000, kinds=ADAPTERS, exponent=1.0
 )
 # The most requests of a replica over the mean.
 BOUND = 1.10
 
 
-class Routed(msgspec.Struct, kw_only=True):
+class RoutingResult(msgspec.Struct, kw_only=True):
     """One system in one scene over all rounds; shares are 0..1, TTFT is in seconds.
 
     ``home`` is the fraction of requests at the replica that had most of their prefix, ``pairs`` the number of
@@ -103,18 +105,18 @@ class Routed(msgspec.Struct, kw_only=True):
     ``loads`` the adapter loads, ``balance`` the maximum of requests per replica over the mean.
     """
 
-    home: Figure
-    pairs: Figure
-    cold: Figure
-    least: Figure
-    loads: Figure
-    balance: Figure
-    mean: Figure
-    p50: Figure
-    p99: Figure
+    home: MedianAndRange
+    pairs: MedianAndRange
+    cold: MedianAndRange
+    least: MedianAndRange
+    loads: MedianAndRange
+    balance: MedianAndRange
+    mean: MedianAndRange
+    p50: MedianAndRange
+    p99: MedianAndRange
 
 
-def least_cold(scene: Scene, drawn: Sequence[int]) -> int:
+def least_cold(scene: RoutingScenario, drawn: Sequence[int]) -> int:
     """The fewest cold prefills by which load could stay within :data:`BOUND`; 0 where not all is cached."""
     if scene.setting.adapters:
         return 0
@@ -122,8 +124,10 @@ def least_cold(scene: Scene, drawn: Sequence[int]) -> int:
     return least_pairs(drawn, scene.replicas, BOUND, room)
 
 
-def round_figures(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> dict[str, float]:
-    """One round of :class:`Routed`, from the counts of the replicas and the TTFT of the clients."""
+def round_figures(
+    counts: Sequence[MockReplicaCounts], ttft: Sequence[float], least: int = 0
+) -> dict[str, float]:
+    """One round of :class:`RoutingResult`, from the counts of the replicas and the TTFT of the clients."""
     total = sum(each.requests for each in counts)
     prefixes = {prefix for each in counts for prefix in each.by_prefix}
     home = sum(max(each.by_prefix.get(prefix, 0) for each in counts) for prefix in prefixes)
@@ -141,8 +145,13 @@ def round_figures(counts: Sequence[Counts], ttft: Sequence[float], least: int = 
 
 
 async def measure(
-    systems: Sequence[System], upstream: Mock, plan: Plan, left_out: dict[str, str], *, adapters: bool
-) -> dict[str, dict[str, Routed]]:
+    systems: Sequence[BenchmarkedSystem],
+    upstream: MockUpstream,
+    plan: BenchmarkSize,
+    left_out: dict[str, str],
+    *,
+    adapters: bool,
+) -> dict[str, dict[str, RoutingResult]]:
     """By scene, then by system; every run starts a system anew, with empty caches everywhere.
 
     A system that fails is left out from then on, with the reason in ``left_out``.
@@ -165,21 +174,23 @@ async def measure(
                 shown = " ".join(f"{name} {value:.4g}" for name, value in one.items())
                 log(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}: {shown}")
     return {
-        scene: {name: Routed(**figures_of(rounds)) for name, rounds in by_system.items()}
+        scene: {name: RoutingResult(**medians_and_ranges(rounds)) for name, rounds in by_system.items()}
         for scene, by_system in found.items()
     }
 
 
-async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: int) -> dict[str, float]:
+async def _run(
+    scene: RoutingScenario, system: BenchmarkedSystem, upstream: MockUpstream, plan: BenchmarkSize, turn: int
+) -> dict[str, float]:
     drawn, due = arrivals(scene, f"{plan.seed} {turn}")
-    request: Adapted | Prefixed
+    request: AdapterChats | PrefixedChats
     if scene.setting.adapters:
-        request = Adapted([adapter_name(each) for each in drawn], ADAPTER_CHARS)
+        request = AdapterChats([adapter_name(each) for each in drawn], ADAPTER_CHARS)
     else:
-        request = Prefixed(drawn, PREFIX_CHARS, OWN_CHARS)
+        request = PrefixedChats(drawn, PREFIX_CHARS, OWN_CHARS)
     upstream.configure(scene.setting)
     with running(system, upstream.urls, plan.gateway_cores) as each:
         upstream.configure(scene.setting)
-        result = await Load(each.port, request, stream_body(CHUNKS)).open(due, clients=64)
+        result = await LoadGenerator(each.port, request, stream_body(CHUNKS)).open(due, clients=64)
     check(result, system.name)
     return round_figures(upstream.counts(), result.ttft, least_cold(scene, drawn))

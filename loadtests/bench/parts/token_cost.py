@@ -10,9 +10,9 @@ from time import perf_counter
 
 import msgspec
 
-from loadtests.bench.benchmark_size import Plan, log
-from loadtests.bench.median_and_range import Figure, figures_of
-from loadtests.bench.parts.token_servers import ENGINE, FRONT, GATEWAY, MODEL, OTHER, Row
+from loadtests.bench.benchmark_size import BenchmarkSize, log
+from loadtests.bench.median_and_range import MedianAndRange, medians_and_ranges
+from loadtests.bench.parts.token_servers import ENGINE, FRONT, GATEWAY, MODEL, OTHER, ServingPath
 from loadtests.bench.workload import words
 from policy.stats.quantiles import nearest_rank
 from tidegate.replay.endpoint_api import CHAT, send
@@ -27,7 +27,7 @@ PROMPT_CHARS = 64
 SETTLE_S = 1.5
 
 
-class Cost(msgspec.Struct, kw_only=True):
+class TokenCost(msgspec.Struct, kw_only=True):
     """One way at one number of streams.
 
     Microseconds of processor time a token: of the ``gateway`` or router, the ``front`` of the engine, both
@@ -37,24 +37,24 @@ class Cost(msgspec.Struct, kw_only=True):
     server in the same round.
     """
 
-    gateway_us: Figure
-    front_us: Figure
-    surround_us: Figure
-    engine_us: Figure
-    other_us: Figure
-    tokens_per_s: Figure
-    ttft_p50: Figure
-    ttft_p99: Figure
-    itl_p50: Figure
-    itl_p99: Figure
-    chunks: Figure
-    chunk_us: Figure
-    surround_ratio: Figure
-    throughput_ratio: Figure
+    gateway_us: MedianAndRange
+    front_us: MedianAndRange
+    surround_us: MedianAndRange
+    engine_us: MedianAndRange
+    other_us: MedianAndRange
+    tokens_per_s: MedianAndRange
+    ttft_p50: MedianAndRange
+    ttft_p99: MedianAndRange
+    itl_p50: MedianAndRange
+    itl_p99: MedianAndRange
+    chunks: MedianAndRange
+    chunk_us: MedianAndRange
+    surround_ratio: MedianAndRange
+    throughput_ratio: MedianAndRange
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One way at one number of streams in one round: :class:`Cost` without the ratios."""
+class TokenCostSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One way at one number of streams in one round: :class:`TokenCost` without the ratios."""
 
     gateway_us: float
     front_us: float
@@ -70,16 +70,18 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     chunk_us: float
 
 
-async def measure(rows: Sequence[Row], streams: Sequence[int], plan: Plan) -> dict[str, dict[str, Cost]]:
+async def measure(
+    rows: Sequence[ServingPath], streams: Sequence[int], plan: BenchmarkSize
+) -> dict[str, dict[str, TokenCost]]:
     """By streams, then by way. Each round has all of them, and begins with another way than the last."""
     numbers = count()
-    rounds: defaultdict[int, list[dict[str, Cell]]] = defaultdict(list)
+    rounds: defaultdict[int, list[dict[str, TokenCostSample]]] = defaultdict(list)
     for row in rows:
         await run(row, max(streams), 2, numbers)
     for turn in range(plan.rounds):
         first = turn % len(rows)
         for wanted in streams:
-            found: dict[str, Cell] = {}
+            found: dict[str, TokenCostSample] = {}
             for row in (*rows[first:], *rows[:first]):
                 await asyncio.sleep(SETTLE_S)
                 found[row.name] = cell = await run(row, wanted, TOKENS, numbers)
@@ -90,9 +92,9 @@ async def measure(rows: Sequence[Row], streams: Sequence[int], plan: Plan) -> di
     return {str(wanted): costs(found) for wanted, found in rounds.items()}
 
 
-def costs(rounds: Sequence[Mapping[str, Cell]]) -> dict[str, Cost]:
+def costs(rounds: Sequence[Mapping[str, TokenCostSample]]) -> dict[str, TokenCost]:
     """The figures of each way over ``rounds``, at one number of streams."""
-    found: dict[str, Cost] = {}
+    found: dict[str, TokenCost] = {}
     for name in rounds[0]:
         cells = []
         for each in rounds:
@@ -104,7 +106,7 @@ def costs(rounds: Sequence[Mapping[str, Cell]]) -> dict[str, Cost]:
                     "throughput_ratio": own.tokens_per_s / base.tokens_per_s,
                 }
             )
-        found[name] = Cost(**figures_of(cells))
+        found[name] = TokenCost(**medians_and_ranges(cells))
     return found
 
 
@@ -123,7 +125,7 @@ def body(number: int, tokens: int) -> bytes:
     )
 
 
-async def run(row: Row, streams: int, tokens: int, numbers: Iterator[int]) -> Cell:
+async def run(row: ServingPath, streams: int, tokens: int, numbers: Iterator[int]) -> TokenCostSample:
     """``streams`` clients, each of which sends the next chat of ``tokens`` tokens after an answer.
 
     Prompts are those of ``numbers``, which no other request shares. Raises RuntimeError for any answer that
@@ -150,7 +152,7 @@ async def run(row: Row, streams: int, tokens: int, numbers: Iterator[int]) -> Ce
     ttft = [each.first_at - each.sent_at for each in answers if each.first_at is not None]
     chunks = sum(each.chunks for each in answers)
     gaps = [gap for each in answers for gap in each.gaps]
-    return Cell(
+    return TokenCostSample(
         gateway_us=us[GATEWAY],
         front_us=us[FRONT],
         surround_us=us[GATEWAY] + us[FRONT],

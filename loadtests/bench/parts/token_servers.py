@@ -27,14 +27,14 @@ import psutil
 
 from loadtests.bench.baseline_comparison import replica_pool
 from loadtests.bench.benchmark_size import log
-from loadtests.bench.processes import ROOT, Tree, cpu_clock, free_ports
-from loadtests.bench.systems import Peer
+from loadtests.bench.processes import ROOT, ProcessTree, cpu_clock, free_ports
+from loadtests.bench.systems import PeerRouter
 from loadtests.bench.workload import KEY
 from policy.errors import TidegateError
 from store.model_weights.package_source import prepare_package
 from store.state_dir import StateDir
 from tidegate.replay.endpoint_api import CHAT, RequestFormat, send
-from tidegate.replay.http_client import Pool
+from tidegate.replay.http_client import ReplayConnectionPool
 from tidegate.supervisor.command_lines import gateway_worker
 
 MODEL = "tiny"
@@ -87,10 +87,10 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-class Processes:
+class ServerProcesses:
     """The processes of a server by what they do, and the processor time of each kind."""
 
-    def __init__(self, tree: Tree, root: str) -> None:
+    def __init__(self, tree: ProcessTree, root: str) -> None:
         """``root`` is what the first process does; its children do the same unless they are known."""
         self._pids: dict[str, list[int]] = {name: [] for name in GROUPS}
         known: dict[int, str] = {}
@@ -125,15 +125,15 @@ def group(cmdline: Sequence[str], name: str, parent: str, child: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class ServingPath:
     """One way to the same model: where requests go, and the processes that they cost.
 
     ``parts`` are those of each server on the way, with the kinds that take part.
     """
 
     name: str
-    pool: Pool
-    parts: tuple[tuple[Processes, tuple[str, ...]], ...]
+    pool: ReplayConnectionPool
+    parts: tuple[tuple[ServerProcesses, tuple[str, ...]], ...]
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time so far by kind, in seconds."""
@@ -144,17 +144,17 @@ class Row:
         return total
 
 
-class Server:
+class StartedServer:
     """A started server at ``url``; its first process is of the kind ``root``."""
 
-    def __init__(self, name: str, tree: Tree, port: int, root: str) -> None:
+    def __init__(self, name: str, tree: ProcessTree, port: int, root: str) -> None:
         self.name = name
         self.tree = tree
         self.url = f"http://127.0.0.1:{port}"
-        self.pool = Pool(self.url, KEY)
+        self.pool = ReplayConnectionPool(self.url, KEY)
         self._root = root
 
-    async def ready(self) -> Processes:
+    async def ready(self) -> ServerProcesses:
         """Wait for its first answer; raises RuntimeError if it ends, or after :data:`READY_S`."""
         body = RequestFormat(chat=True).body(MODEL, "ready?", 1)
         deadline = time.monotonic() + READY_S
@@ -163,7 +163,7 @@ class Server:
             status, timings = await send(self.pool, CHAT, body)
             if status == 200 and not timings.error:
                 log(f"{self.name} answers")
-                return Processes(self.tree, self._root)
+                return ServerProcesses(self.tree, self._root)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.name}: {status} {timings.error}; {self.tree.tail()}")
             await asyncio.sleep(0.5)
@@ -178,7 +178,7 @@ def _flags() -> list[str]:
 
 
 @contextmanager
-def vllm_server(name: str, model: Path, binding: str, rust: Path | None = None) -> Iterator[Server]:
+def vllm_server(name: str, model: Path, binding: str, rust: Path | None = None) -> Iterator[StartedServer]:
     """vLLM's own server on ``model``, bound to the cores ``binding``; with the front ``rust`` if given."""
     (port,) = free_ports(1)
     options = [*_flags(), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
@@ -191,33 +191,33 @@ def vllm_server(name: str, model: Path, binding: str, rust: Path | None = None) 
         env |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust)}
     with _started() as (root, tree):
         tree.start([sys.executable, *entry, *options], _cores(), cwd=root, env=env)
-        yield Server(name, tree, port, FRONT)
+        yield StartedServer(name, tree, port, FRONT)
 
 
 @contextmanager
-def router(peer: Peer, python: Path, upstream: str, name: str) -> Iterator[Server]:
+def router(peer: PeerRouter, python: Path, upstream: str, name: str) -> Iterator[StartedServer]:
     """A router with its policy ``round_robin`` before the server at ``upstream``."""
     port, metrics = free_ports(2)
     with _started() as (root, tree):
         argv = peer.argv(python, "round_robin", [upstream], port, metrics, retries=False)
         tree.start(argv, _cores(), cwd=root)
-        yield Server(name, tree, port, GATEWAY)
+        yield StartedServer(name, tree, port, GATEWAY)
 
 
 @dataclass(frozen=True)
-class Deployment:
+class LocalDeployment:
     """Tidegate with one gateway worker and one replica, in processes of this machine."""
 
-    server: Server
+    server: StartedServer
     state: StateDir
 
-    def replica(self) -> Pool:
+    def replica(self) -> ReplayConnectionPool:
         """The replica's own port, with the secret that it requires."""
         return replica_pool(self.state)
 
 
 @contextmanager
-def deployment(model: Path) -> Iterator[Deployment]:
+def deployment(model: Path) -> Iterator[LocalDeployment]:
     """A deployment of ``model``, all of whose parts are on."""
     port, admin, controller = free_ports(3)
     document = {
@@ -244,11 +244,11 @@ def deployment(model: Path) -> Iterator[Deployment]:
         state = StateDir(root / "state")
         command = ["-m", "tidegate", "--state-dir", str(state.root), "run", str(file), "--no-ray"]
         tree.start([sys.executable, *command], _cores(), cwd=ROOT)
-        yield Deployment(Server("tidegate", tree, port, OTHER), state)
+        yield LocalDeployment(StartedServer("tidegate", tree, port, OTHER), state)
 
 
 @contextmanager
-def gateway_over_http(deployed: Deployment) -> Iterator[Server]:
+def gateway_over_http(deployed: LocalDeployment) -> Iterator[StartedServer]:
     """One more gateway worker of a deployment, which talks plain HTTP with the replica."""
     document = json.loads(deployed.state.deployment_path.read_bytes())
     document["gateway"]["replica_protocol"] = "http"
@@ -259,14 +259,14 @@ def gateway_over_http(deployed: Deployment) -> Iterator[Server]:
         client, admin = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "ab")
         worker = gateway_worker(state, 0, client.fileno(), admin.fileno())
         tree.start(worker.argv, _cores(), cwd=ROOT, env=worker.env, fds=worker.fds)
-        yield Server("tidegate over HTTP", tree, client.getsockname()[1], GATEWAY)
+        yield StartedServer("tidegate over HTTP", tree, client.getsockname()[1], GATEWAY)
 
 
 @contextmanager
-def _started() -> Iterator[tuple[Path, Tree]]:
+def _started() -> Iterator[tuple[Path, ProcessTree]]:
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tree = Tree(root / "log.txt")
+        tree = ProcessTree(root / "log.txt")
         stack.callback(tree.stop)
         yield root, tree
 
@@ -303,7 +303,7 @@ def rust_front(folder: Path | None) -> tuple[Path | None, str]:
     return binary, ""
 
 
-def binding_of(processes: Processes) -> str:
+def binding_of(processes: ServerProcesses) -> str:
     """The cores to which Tidegate bound its engine; raises :class:`TidegateError` if there are none."""
     if cores := processes.environment(FRONT, BINDING):
         return cores

@@ -19,12 +19,19 @@ from msgspec import Meta
 
 from policy.config.control import Seconds, Section
 from policy.engine.replica_capacity import FULL, replicas_to_find_one_idle
-from policy.scaling.forecast import Series, Smoothing, forecast_rate, observed, shortfall, with_trial
+from policy.scaling.forecast import (
+    RateForecastState,
+    Smoothing,
+    forecast_rate,
+    observed,
+    shortfall,
+    with_trial,
+)
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
 from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
 from policy.scaling.policies.token_saturation import learned, saturation, with_mode
 from policy.scaling.view import Proposal, View
-from policy.signals.types import Demand, Rates
+from policy.signals.types import ModelDemand, Rates
 
 # The utilisation without an SLO: queues grow without bound near 1.
 LOADED = 0.85
@@ -87,7 +94,7 @@ class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     No field has a default, so that the state of ``token_saturation``, which has only ``k2``, is refused.
     """
 
-    series: Series | None
+    series: RateForecastState | None
     k2: dict[str, float]
     reluctance: ScaleDownDamping | None
     proof: ObservedCapacity | None
@@ -170,7 +177,9 @@ class Predictive(Section, frozen=True):
             unbounded=view.unbounded(count),
         )
 
-    def _forecast(self, view: View, demand: Demand, series: Series | None) -> tuple[Series, float, float]:
+    def _forecast(
+        self, view: View, demand: ModelDemand, series: RateForecastState | None
+    ) -> tuple[RateForecastState, float, float]:
         """The rates so far, and the forecast for the end of a start with its upper bound."""
         lead_s = min(max(view.lead_s, view.tick_s, 1.0), LONGEST_S)
         elapsed_s = 0.0 if series is None else view.at - series.at
@@ -183,7 +192,7 @@ class Predictive(Section, frozen=True):
         series = with_trial(series, is_usable(series.level), lead_s, forecast)
         return series, forecast, is_usable(forecast + shortfall(series, self.quantile, forecast))
 
-    def _ahead(self, series: Series, lead_s: float) -> float:
+    def _ahead(self, series: RateForecastState, lead_s: float) -> float:
         """The rate in ``lead_s`` seconds, with the significant part of a rise."""
         rise = forecast_rate(series, lead_s, self._smoothing) - series.level
         level_s, trend_s = self._smoothing.level_s, self._smoothing.trend_s
@@ -247,7 +256,7 @@ def _newest(rates: Rates, elapsed_s: float) -> tuple[float, float]:
     return (is_usable(rates.last_20_s), 20.0) if elapsed_s >= 20.0 else (is_usable(rates.last_6_s), 6.0)
 
 
-def _backlog(view: View, demand: Demand, mu: float) -> float:
+def _backlog(view: View, demand: ModelDemand, mu: float) -> float:
     """How many requests would wait when a replica started now is ready; 0 if none waits now."""
     waiting = is_usable(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
     if not waiting:
@@ -262,7 +271,7 @@ def _backlog(view: View, demand: Demand, mu: float) -> float:
     return is_usable(waiting + grown)
 
 
-def _late(view: View, demand: Demand) -> bool:
+def _late(view: View, demand: ModelDemand) -> bool:
     limit_s = view.slo.ttft_p95_s
     return limit_s is not None and demand.ttft is not None and demand.ttft.p95 > limit_s
 

@@ -15,10 +15,10 @@ from msgspec import Meta
 from policy.config.control import Section
 from policy.scaling.policies.rounding import is_usable, per_replica, whole
 from policy.scaling.view import Proposal, View
-from policy.signals.types import Demand
+from policy.signals.types import ModelDemand
 
 
-class Metric(StrEnum):
+class TargetMetric(StrEnum):
     """The metric kept at a target."""
 
     CONCURRENCY = "concurrency"
@@ -29,12 +29,12 @@ class Metric(StrEnum):
 
 
 # The default target of each metric, in its own unit, per replica.
-TARGETS: dict[Metric, float] = {
-    Metric.CONCURRENCY: 16.0,
-    Metric.QUEUE: 4.0,
-    Metric.KV_USED: 0.7,
-    Metric.TTFT_P95: 1.0,
-    Metric.TOKENS_PER_S: 2000.0,
+TARGETS: dict[TargetMetric, float] = {
+    TargetMetric.CONCURRENCY: 16.0,
+    TargetMetric.QUEUE: 4.0,
+    TargetMetric.KV_USED: 0.7,
+    TargetMetric.TTFT_P95: 1.0,
+    TargetMetric.TOKENS_PER_S: 2000.0,
 }
 # The maximum age of a replica's metrics in seconds.
 FRESH_S = 15.0
@@ -50,7 +50,7 @@ class TargetTracking(Section, frozen=True):
     target is that of the SLO. ``tokens_per_s``: scheduled by the engine.
     """
 
-    metric: Metric = Metric.CONCURRENCY
+    metric: TargetMetric = TargetMetric.CONCURRENCY
     target: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
@@ -62,7 +62,7 @@ class TargetTracking(Section, frozen=True):
         target = self._target_of(view)
         if view.count == 0 and view.has_demand:
             return Proposal(count=view.within(1), reason="requests arrive and there is no replica")
-        if self.metric in (Metric.CONCURRENCY, Metric.QUEUE):
+        if self.metric in (TargetMetric.CONCURRENCY, TargetMetric.QUEUE):
             return self._by_total(view, self._total(view, demand), target)
         values = self._values_of(view, demand)
         if not values:
@@ -72,18 +72,18 @@ class TargetTracking(Section, frozen=True):
     def _target_of(self, view: View) -> float:
         if self.target is not None:
             return self.target
-        if self.metric is Metric.TTFT_P95 and view.slo.ttft_p95_s is not None:
+        if self.metric is TargetMetric.TTFT_P95 and view.slo.ttft_p95_s is not None:
             return view.slo.ttft_p95_s
         return TARGETS[self.metric]
 
-    def _total(self, view: View, demand: Demand) -> float:
-        if self.metric is Metric.CONCURRENCY:
+    def _total(self, view: View, demand: ModelDemand) -> float:
+        if self.metric is TargetMetric.CONCURRENCY:
             return is_usable(demand.concurrency.last_20_s)
         return is_usable(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
 
-    def _values_of(self, view: View, demand: Demand) -> list[float]:
+    def _values_of(self, view: View, demand: ModelDemand) -> list[float]:
         """The known values of the serving replicas."""
-        if self.metric is Metric.TTFT_P95:
+        if self.metric is TargetMetric.TTFT_P95:
             known = demand.ttft is not None and demand.ttft.count
             return [is_usable(demand.ttft.p95)] * view.supply.serving if demand.ttft and known else []
         fresh = [replica for replica in view.signals.replicas if replica.age_s <= FRESH_S]

@@ -11,7 +11,7 @@ import httpx
 from policy.errors import AdapterRefused
 from policy.wire.controller import Controllers
 from policy.wire.headers import SECRET_HEADER
-from store.adapters.blobs import Blobs
+from store.adapters.blobs import AdapterBlobStore
 
 # Read timeout of a pull: for the first byte, and between two blocks.
 PULL_TIMEOUT_S = 30.0
@@ -28,7 +28,7 @@ class AdapterFileCache:
 
     def __init__(self, roots: Sequence[Path], *, controller: str, secret: str, max_bytes: int) -> None:
         self._roots = tuple(roots)
-        self._stores: dict[Path, Blobs] = {}
+        self._stores: dict[Path, AdapterBlobStore] = {}
         self._controllers = Controllers(controller)
         self._secret = secret
         self._max_bytes = max_bytes
@@ -69,9 +69,9 @@ class AdapterFileCache:
         stores = (self._store(root) for root in self._roots if root.is_dir())
         return next((path for store in stores if (path := store.path(digest)) is not None), None)
 
-    def _store(self, root: Path) -> Blobs:
+    def _store(self, root: Path) -> AdapterBlobStore:
         if root not in self._stores:
-            self._stores[root] = Blobs(root)
+            self._stores[root] = AdapterBlobStore(root)
         return self._stores[root]
 
     def _pull(self, digest: str) -> Path:

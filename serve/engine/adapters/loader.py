@@ -21,7 +21,7 @@ from policy.stats.backoff import Backoff
 from policy.wire.heartbeat import AdapterRef, AdapterUse
 from serve.async_waiting import wait_at_most
 from serve.engine.adapters.files import AdapterFileCache
-from serve.engine.adapters.usage_accumulator import AdapterUsage
+from serve.engine.adapters.usage_accumulator import AdapterUsageAccumulator
 from serve.engine.interface import Engine
 
 # How often the slots are compared with the engine, and failed prefetches are tried again.
@@ -35,15 +35,15 @@ log = logging.getLogger("tidegate.adapters")
 
 
 @dataclass(frozen=True, slots=True)
-class LocalFiles:
+class LocalAdapterFiles:
     """The files of one adapter in the directory ``path``; fetching them took ``fetch_s`` seconds."""
 
     path: Path
     fetch_s: float
 
 
-Entry = SlotEntry[AdapterRef, "asyncio.Future[float]", LocalFiles]
-Slots = AdapterSlots[AdapterRef, "asyncio.Future[float]", LocalFiles]
+Entry = SlotEntry[AdapterRef, "asyncio.Future[float]", LocalAdapterFiles]
+Slots = AdapterSlots[AdapterRef, "asyncio.Future[float]", LocalAdapterFiles]
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Failure:
     until: float
 
 
-class LoadFailures:
+class AdapterLoadFailures:
     """The failures by serving name. Instants are seconds of one clock that never goes back."""
 
     def __init__(self) -> None:
@@ -105,8 +105,8 @@ class AdapterLoader:
         self._clock = clock
         self._sleep = sleep
         self._slots: Slots = AdapterSlots(engine.adapter_slots)
-        self._failures = LoadFailures()
-        self._usage = AdapterUsage()
+        self._failures = AdapterLoadFailures()
+        self._usage = AdapterUsageAccumulator()
         self._fetches: dict[Entry, asyncio.Task[None]] = {}
         self._prefetching: Entry | None = None
         self._prefetch_at = 0.0
@@ -303,7 +303,7 @@ class AdapterLoader:
             log.exception("%s: fetching its files failed", entry.adapter.served)
             self._fail(entry, AdapterRefused("files_missing", repr(error)))
         else:
-            entry.files = LocalFiles(path, found - began)
+            entry.files = LocalAdapterFiles(path, found - began)
             entry.load_s = self._clock() - found
         finally:
             del self._fetches[entry]

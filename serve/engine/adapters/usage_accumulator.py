@@ -8,7 +8,7 @@ from policy.wire.heartbeat import AdapterUse
 MAX_VERSIONS = 4096
 
 
-class AdapterUsage:
+class AdapterUsageAccumulator:
     """One :class:`AdapterUse` for each version; beyond :data:`MAX_VERSIONS` the oldest are dropped."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from serve.engine.fast_path.eligibility import CHAT, COMPLETION, eligible
 from serve.engine.fast_path.engine_core_sockets import CoreReader
 from serve.engine.fast_path.event_templates import AnswerKind
 from serve.engine.fast_path.output_iterator import EngineOutputs
-from serve.engine.fast_path.plain_http_writer import AsgiWriter
+from serve.engine.fast_path.plain_http_writer import PlainHttpWriter
 from serve.engine.fast_path.short_prompts import MAX_BODY, SHORT, render_short_prompts
 from serve.engine.fast_path.stream import StreamedAnswer, StreamedAnswers
 from serve.engine.interface import WRITER, ASGIApp, Message, Receive, ResponseWriter, Scope, Send
@@ -47,7 +47,7 @@ _MIDDLEWARES = frozenset({"CORSMiddleware", "ScalingMiddleware", "PrometheusInst
 _MOST_KINDS = 1024
 
 
-class Route(NamedTuple):
+class FastPathRoute(NamedTuple):
     """What differs between the two APIs: vLLM's code, and the field of an event that holds its text.
 
     ``skip_empty``: vLLM leaves out the events without text. ``suffix`` is what the engine's id of a request
@@ -126,10 +126,10 @@ class FastPath:
         if writer is not None:
             await self._serve(route, request, scope, writer)
         else:
-            async with AsgiWriter(receive, send) as writer:
+            async with PlainHttpWriter(receive, send) as writer:
                 await self._serve(route, request, scope, writer)
 
-    async def _serve(self, route: Route, request: Any, scope: Scope, writer: ResponseWriter) -> None:
+    async def _serve(self, route: FastPathRoute, request: Any, scope: Scope, writer: ResponseWriter) -> None:
         serving, client = route.serving, DeferringClient(self._llm)
         if request.stream:
             serving = copy.copy(serving)
@@ -157,7 +157,7 @@ class FastPath:
 
     async def _stream(
         self,
-        route: Route,
+        route: FastPathRoute,
         request: Any,
         submission: Submission,
         events: AsyncGenerator[str, None],
@@ -196,7 +196,7 @@ class FastPath:
             if queue is not None and queue.request_id in states:
                 await self._llm.abort(queue.request_id, internal=True)
 
-    def _kind(self, route: Route, request: Any, submission: Submission) -> AnswerKind | None:
+    def _kind(self, route: FastPathRoute, request: Any, submission: Submission) -> AnswerKind | None:
         """The kind of the answer, ``None`` if its events may differ in more than those of a kind do."""
         # Media are part of the usage; without a prompt for its answer a chat repeats the last role.
         if submission.prompt.get("type") != "token" or not getattr(request, "add_generation_prompt", True):
@@ -318,15 +318,17 @@ def _take_step(answers: StreamedAnswers, llm: Any, step: Any) -> bool:
     return True
 
 
-def _routes(state: Any) -> dict[str, Route]:
+def _routes(state: Any) -> dict[str, FastPathRoute]:
     routes = {}
     chat = getattr(state, "openai_serving_chat", None)
     if chat is not None and (chat.parser_cls is None or _leaves_text(chat.parser_cls)):
         skips = chat.parser_cls is not None
-        routes[CHAT] = Route(ChatCompletionRequest, chat, "create_chat_completion", "content", skips)
+        routes[CHAT] = FastPathRoute(ChatCompletionRequest, chat, "create_chat_completion", "content", skips)
     completion = getattr(state, "openai_serving_completion", None)
     if completion is not None:
-        routes[COMPLETION] = Route(CompletionRequest, completion, "create_completion", "text", suffix="-0")
+        routes[COMPLETION] = FastPathRoute(
+            CompletionRequest, completion, "create_completion", "text", suffix="-0"
+        )
     return routes
 
 
@@ -339,7 +341,7 @@ def _leaves_text(parser: Any) -> bool:
     )
 
 
-def _request(route: Route, scope: Scope, body: bytes) -> Any:
+def _request(route: FastPathRoute, scope: Scope, body: bytes) -> Any:
     """The request, validated by vLLM's model, or ``None`` if it is for vLLM's app."""
     headers = scope["headers"]
     content_type = next((value for name, value in headers if name == b"content-type"), b"")

@@ -23,7 +23,7 @@ _ROLE: Final = b'"role":'
 _NUMBER: Final = re.compile(rb'"created":(\d+)')
 
 
-class Usage(NamedTuple):
+class StreamUsage(NamedTuple):
     """The tokens of a prompt and its answer, and those that the prefix cache had and stored, if known."""
 
     prompt: int
@@ -32,10 +32,10 @@ class Usage(NamedTuple):
     stored: int | None
 
 
-def usage_of(counted: Any, answer: int) -> Usage:
+def usage_of(counted: Any, answer: int) -> StreamUsage:
     """The usage by vLLM's state or output ``counted`` of a request whose answer has so many tokens."""
     cached, stored = counted.num_cached_tokens, counted.num_cache_creation_tokens
-    return Usage(len(counted.prompt_token_ids), answer, cached, stored)
+    return StreamUsage(len(counted.prompt_token_ids), answer, cached, stored)
 
 
 class EventTemplates:
@@ -81,7 +81,7 @@ class AnswerEvents:
         self.before = _join(templates.text[:-1], self._id_and_time) + templates.key
         self.after = templates.text[-1]
 
-    def end(self, text: str, reason: str, stop: Any, usage: Usage) -> bytes:
+    def end(self, text: str, reason: str, stop: Any, usage: StreamUsage) -> bytes:
         """The last events, the first of which has the last ``text``.
 
         ``stop`` is the token or string that stopped the answer, if any.
@@ -181,7 +181,7 @@ def _join(pieces: list[bytes], values: list[bytes]) -> bytes:
     return b"".join(part for pair in zip(pieces, [*values, b""], strict=False) for part in pair)
 
 
-def _counts(usage: Usage, *, stored: bool) -> bytes:
+def _counts(usage: StreamUsage, *, stored: bool) -> bytes:
     more = b',"created_cache_tokens":%d' % usage.stored if stored and usage.stored is not None else b""
     return (
         b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,'

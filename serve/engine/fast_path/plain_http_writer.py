@@ -14,7 +14,7 @@ from serve.engine.interface import Receive, Send
 log: Final = logging.getLogger("tidegate.engine")
 
 
-class AsgiWriter:
+class PlainHttpWriter:
     """:class:`serve.engine.interface.ResponseWriter` over an ASGI server's ``receive`` and ``send``.
 
     What is written while ``send`` waits for a slow client leaves together afterwards. Leaving its context

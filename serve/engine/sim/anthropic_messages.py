@@ -13,18 +13,18 @@ from starlette.responses import Response
 
 from serve.engine.sim.chat_template import (
     AnthropicTool,
+    ChatMessage,
     Content,
-    Message,
     anthropic_turns,
     changed_tools,
     prompt_of,
 )
-from serve.engine.sim.generation_service import Service, call_id, request_id
+from serve.engine.sim.generation_service import GenerationService, call_id, request_id
 from serve.engine.sim.http_exchange import ApiError, answer, event, read, respond
-from serve.engine.sim.pseudo_tokenizer import Prompt
-from serve.engine.sim.sampling_parameters import Drawing, NotEmpty, Positive, Sampling, Stops
+from serve.engine.sim.pseudo_tokenizer import TokenizedPrompt
+from serve.engine.sim.sampling_parameters import GenerationFields, NotEmpty, Positive, SamplingFields, Stops
 from serve.engine.sim.step_loop import Generation
-from serve.engine.sim.tool_calls import Definition, Tools
+from serve.engine.sim.tool_calls import FunctionDefinition, ToolSet
 
 # Names of the chat API for the types of `tool_choice`.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -37,14 +37,14 @@ class ToolChoice(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True):
+class ThinkingConfig(msgspec.Struct, frozen=True):
     """Extended thinking; a budget needs a model that reasons."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
-class Format(msgspec.Struct, frozen=True):
+class OutputFormat(msgspec.Struct, frozen=True):
     """The format of an answer."""
 
     type: Literal["json_schema"]
@@ -54,14 +54,14 @@ class OutputConfig(msgspec.Struct, frozen=True):
     """How the answer is written."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: Format | None = None
+    format: OutputFormat | None = None
 
 
-class CountTokensRequest(Drawing, frozen=True, kw_only=True):
+class CountTokensRequest(SamplingFields, frozen=True, kw_only=True):
     """The parts of a message's body that make its prompt."""
 
     model: NotEmpty
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     system: Content = None
     tools: list[AnthropicTool] | None = None
 
@@ -71,7 +71,7 @@ class CountTokensRequest(Drawing, frozen=True, kw_only=True):
         return changed_tools(self.messages, self.tools or ())
 
     @property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> TokenizedPrompt:
         tools = [msgspec.to_builtins(tool) for tool in self.offered]
         return prompt_of(anthropic_turns(self.messages, self.system), tools)
 
@@ -83,7 +83,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     stop_sequences: Stops | None = None
     stream: bool | None = False
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     metadata: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
 
@@ -93,13 +93,13 @@ _COUNT_DECODER = msgspec.json.Decoder(CountTokensRequest, strict=False)
 _TYPES = {400: "invalid_request_error", 404: "not_found_error"}
 
 
-async def messages(service: Service, request: Request) -> Response:
+async def messages(service: GenerationService, request: Request) -> Response:
     """A message, as a stream or as a whole."""
     body = await read(request, _DECODER)
     try:
         if body.thinking is not None and body.thinking.type == "enabled":
             raise ApiError(400, "thinking_token_budget is set, but this model does not reason.", "thinking")
-        sampling = Sampling(model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences)
+        sampling = GenerationFields(model=body.model, max_tokens=body.max_tokens, stop=body.stop_sequences)
         generation = service.generate([body.prompt], sampling, _tools(body))
         head = {
             "id": request_id(request, "msg"),
@@ -117,7 +117,7 @@ async def messages(service: Service, request: Request) -> Response:
         return _refused(error)
 
 
-async def count_tokens(service: Service, request: Request) -> Response:
+async def count_tokens(service: GenerationService, request: Request) -> Response:
     """How many tokens the prompt of a message has."""
     body = await read(request, _COUNT_DECODER)
     try:
@@ -133,14 +133,14 @@ def _refused(error: ApiError) -> Response:
     return answer({"type": "error", "error": {"type": kind, "message": error.detail}}, error.status_code)
 
 
-def _tools(body: MessagesRequest) -> Tools:
+def _tools(body: MessagesRequest) -> ToolSet:
     choice = body.tool_choice or ToolChoice("auto")
     if choice.type == "tool" and not choice.name:
         raise ApiError(400, "tool_choice.name is required when type is 'tool'", "tool_choice")
-    functions = [Definition(tool.name, tool.description, tool.input_schema) for tool in body.offered]
+    functions = [FunctionDefinition(tool.name, tool.description, tool.input_schema) for tool in body.offered]
     if not functions:
-        return Tools([], "none")
-    return Tools(functions, _CHOICES.get(choice.type) or choice.name or "")
+        return ToolSet([], "none")
+    return ToolSet(functions, _CHOICES.get(choice.type) or choice.name or "")
 
 
 def _block(generation: Generation, *, begun: bool = False) -> dict[str, Any]:

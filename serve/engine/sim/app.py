@@ -16,15 +16,15 @@ from policy.errors import EngineFailed
 from policy.types import Runner
 from serve.engine.sim.anthropic_messages import count_tokens, messages
 from serve.engine.sim.completions import chat, completions, detokenize, tokenize
-from serve.engine.sim.generation_service import Service
+from serve.engine.sim.generation_service import GenerationService
 from serve.engine.sim.http_exchange import answer, on_error
 from serve.engine.sim.pooling import embeddings, rerank, score
 from serve.engine.sim.responses_api import responses
 
-Endpoint = Callable[[Service, Request], Awaitable[Response]]
+Endpoint = Callable[[GenerationService, Request], Awaitable[Response]]
 
 
-async def models(service: Service, _: Request) -> Response:
+async def models(service: GenerationService, _: Request) -> Response:
     """The base model and its adapters."""
 
     def card(name: str, root: str, parent: str | None) -> dict[str, Any]:
@@ -43,7 +43,7 @@ async def models(service: Service, _: Request) -> Response:
     return answer({"object": "list", "data": [card(service.model, service.model, None), *adapters]})
 
 
-async def metrics(service: Service, _: Request) -> Response:
+async def metrics(service: GenerationService, _: Request) -> Response:
     """Prometheus' text format."""
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -62,7 +62,7 @@ _POST: dict[Runner, dict[str, Endpoint]] = {
 _GET: dict[str, Endpoint] = {"/v1/models": models, "/metrics": metrics}
 
 
-def build(service: Service) -> Starlette:
+def build(service: GenerationService) -> Starlette:
     """The ASGI app over ``service``."""
     posts = {**_ALWAYS, **_POST[service.runner]}
     return Starlette(

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serve.engine.sim.http_exchange import ApiError
-from serve.engine.sim.pseudo_tokenizer import Prompt
+from serve.engine.sim.pseudo_tokenizer import TokenizedPrompt
 
 Content = str | list[dict[str, Any]] | None
 
@@ -41,22 +41,22 @@ _TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 _ATTRIBUTION = "x-anthropic-billing-header"
 
 
-class Function(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """A function and its arguments, as the model wrote them."""
 
     name: str
     arguments: str
 
 
-class Call(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True):
     """A call of a tool in an assistant's message."""
 
     id: str
-    function: Function
+    function: FunctionCall
     type: Literal["function"]
 
 
-class CallItem(msgspec.Struct, frozen=True):
+class FunctionCallItem(msgspec.Struct, frozen=True):
     """A call in the input of a response."""
 
     call_id: str
@@ -64,15 +64,15 @@ class CallItem(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Message(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True):
     """One message of a chat; the role is any text. A content may be missing."""
 
     role: str
     content: Content | UnsetType = UNSET
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
-class Turn(NamedTuple):
+class ConversationTurn(NamedTuple):
     """One turn of a conversation as text."""
 
     role: str
@@ -99,7 +99,7 @@ class DefinedTool(msgspec.Struct, frozen=True, tag_field="type", tag="tool_defin
     definition: AnthropicTool
 
 
-class Block(msgspec.Struct, frozen=True):
+class ContentBlock(msgspec.Struct, frozen=True):
     """The types of an Anthropic block's fields."""
 
     type: Literal[
@@ -122,32 +122,32 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def prompt_of(
-    turns: Sequence[Turn],
+    turns: Sequence[ConversationTurn],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     begins: bool = True,
     goes_on: bool = False,
-) -> Prompt:
+) -> TokenizedPrompt:
     """The conversation as one prompt, in ChatML; the definitions of ``tools`` come first.
 
     An answer ``begins``, or the last turn ``goes_on``. Raises a 400 for no turn.
     """
     if not turns:
         raise ApiError(400, "Cannot apply chat template to an empty conversation.", "messages")
-    defined = [Turn("system", "\n".join(json.dumps(tool) for tool in tools))] if tools else []
+    defined = [ConversationTurn("system", "\n".join(json.dumps(tool) for tool in tools))] if tools else []
     texts = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (*defined, *turns)]
     text = "".join(texts)
     if goes_on:
         text = text.removesuffix("<|im_end|>\n")
-    return Prompt.of_text(text + "<|im_start|>assistant\n" if begins else text)
+    return TokenizedPrompt.of_text(text + "<|im_start|>assistant\n" if begins else text)
 
 
-def chat_turns(messages: Sequence[Message]) -> list[Turn]:
+def chat_turns(messages: Sequence[ChatMessage]) -> list[ConversationTurn]:
     """The turns of a chat; only an assistant and a function may say nothing by a null."""
     if any(each.content is None and each.role not in ("assistant", "function") for each in messages):
         raise ApiError(400, "content must be a string or a list of parts", "messages")
     return [
-        Turn(
+        ConversationTurn(
             each.role,
             _joined(
                 _text(_unattributed(each.content) if each.role == "system" else each.content, _CHAT),
@@ -158,11 +158,13 @@ def chat_turns(messages: Sequence[Message]) -> list[Turn]:
     ]
 
 
-def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
+def anthropic_turns(messages: Iterable[ChatMessage], system: Content) -> list[ConversationTurn]:
     """The turns of Anthropic's messages: a result of a tool is a turn of its own, before the user's text."""
     given = _unattributed(system, blocks=True)
     turns = (
-        [Turn("system", given if isinstance(given, str) else _block_text(given, "system"))] if given else []
+        [ConversationTurn("system", given if isinstance(given, str) else _block_text(given, "system"))]
+        if given
+        else []
     )
     for each in messages:
         if each.role not in ("user", "assistant", "system"):
@@ -185,7 +187,7 @@ def anthropic_turns(messages: Iterable[Message], system: Content) -> list[Turn]:
         ]
         text = _joined(_block_text(said, each.role), calls)
         if text or each.role == "assistant":
-            turns.append(Turn(each.role, text))
+            turns.append(ConversationTurn(each.role, text))
     return turns
 
 
@@ -206,14 +208,14 @@ def _block_text(blocks: list[dict[str, Any]], role: str) -> str:
     return _text(texts, {"text": "text"}, "" if role == "system" else "\n")
 
 
-def _block(block: dict[str, Any]) -> Block:
+def _block(block: dict[str, Any]) -> ContentBlock:
     try:
-        return msgspec.convert(block, Block)
+        return msgspec.convert(block, ContentBlock)
     except msgspec.ValidationError as error:
         raise ApiError(400, str(error), "messages") from None
 
 
-def changed_tools(messages: Iterable[Message], tools: Iterable[AnthropicTool]) -> list[AnthropicTool]:
+def changed_tools(messages: Iterable[ChatMessage], tools: Iterable[AnthropicTool]) -> list[AnthropicTool]:
     """The tools after the additions and removals in ``messages``; a 400 for an unknown name."""
     known = {tool.name: tool for tool in tools}
     removed: set[str] = set()
@@ -230,10 +232,10 @@ def changed_tools(messages: Iterable[Message], tools: Iterable[AnthropicTool]) -
     return [tool for name, tool in known.items() if name not in removed]
 
 
-def _result_turns(content: object) -> list[Turn]:
+def _result_turns(content: object) -> list[ConversationTurn]:
     """The turns of a tool's result: its text, then the tools that it names; other parts are dropped."""
     if not isinstance(content, list):
-        return [Turn("tool", _text(content, {}))]
+        return [ConversationTurn("tool", _text(content, {}))]
     parts = [part for part in content if isinstance(part, dict)]
     if any(part.get("type") == "image" for part in parts):
         raise ApiError(400, "this model is not multimodal: it takes no image", "messages")
@@ -243,15 +245,15 @@ def _result_turns(content: object) -> list[Turn]:
         for part in parts
         if part.get("type") == "tool_reference"
     ]
-    named = [Turn("tool", "\n".join(names))] if names else []
-    return [Turn("tool", _text(texts, {"text": "text"})), *named]
+    named = [ConversationTurn("tool", "\n".join(names))] if names else []
+    return [ConversationTurn("tool", _text(texts, {"text": "text"})), *named]
 
 
-def responses_turns(given: str | list[dict[str, Any]], instructions: str | None) -> list[Turn]:
+def responses_turns(given: str | list[dict[str, Any]], instructions: str | None) -> list[ConversationTurn]:
     """The turns of the input of a response; reasoning, text and calls in a row are one turn."""
-    turns = [Turn("system", _unattributed(instructions))] if instructions else []
+    turns = [ConversationTurn("system", _unattributed(instructions))] if instructions else []
     if isinstance(given, str):
-        return [*turns, Turn("user", given)]
+        return [*turns, ConversationTurn("user", given)]
     for item in given:
         kind = item.get("type", "message")
         if kind == "function_call":
@@ -262,7 +264,7 @@ def responses_turns(given: str | list[dict[str, Any]], instructions: str | None)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             if item.get("output") is None or not isinstance(item.get("call_id", ""), str):
                 raise ApiError(400, "an output needs its call_id, a string, and an output", "input")
-            turns.append(Turn("tool", _text(item["output"], _INPUT)))
+            turns.append(ConversationTurn("tool", _text(item["output"], _INPUT)))
         elif kind == "reasoning":
             if "summary" not in item or item.get("encrypted_content"):
                 raise ApiError(400, "reasoning needs a summary, and must not be encrypted", "input")
@@ -277,7 +279,7 @@ def responses_turns(given: str | list[dict[str, Any]], instructions: str | None)
                 raise ApiError(400, "content is required", "input")
             if item["role"] == "system":
                 content = _unattributed(content)
-            turns.append(Turn(item["role"], _text(content, _INPUT)))
+            turns.append(ConversationTurn(item["role"], _text(content, _INPUT)))
         else:
             raise ApiError(400, f"Unsupported input item type: {kind}", "input")
     return turns
@@ -301,15 +303,15 @@ def _unattributed(content: Any, *, blocks: bool = False) -> Any:
     return kept
 
 
-def _with_assistant(turns: list[Turn], text: str) -> list[Turn]:
+def _with_assistant(turns: list[ConversationTurn], text: str) -> list[ConversationTurn]:
     if turns and turns[-1].role == "assistant":
-        return [*turns[:-1], Turn("assistant", _joined(turns[-1].text, [text]))]
-    return [*turns, Turn("assistant", text)]
+        return [*turns[:-1], ConversationTurn("assistant", _joined(turns[-1].text, [text]))]
+    return [*turns, ConversationTurn("assistant", text)]
 
 
-def _call_item(item: dict[str, Any]) -> CallItem:
+def _call_item(item: dict[str, Any]) -> FunctionCallItem:
     try:
-        return msgspec.convert(item, CallItem)
+        return msgspec.convert(item, FunctionCallItem)
     except msgspec.ValidationError as error:
         raise ApiError(400, str(error), "input") from None
 

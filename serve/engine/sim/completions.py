@@ -13,14 +13,20 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.chat_template import Message, chat_turns, prompt_of
-from serve.engine.sim.generation_service import Service, call_id, now, request_id
+from serve.engine.sim.chat_template import ChatMessage, chat_turns, prompt_of
+from serve.engine.sim.generation_service import GenerationService, call_id, now, request_id
 from serve.engine.sim.http_exchange import DONE, ApiError, answer, event, read, respond
 from serve.engine.sim.prompt_input import Prompts, prompts_of
-from serve.engine.sim.pseudo_tokenizer import Output, Prompt, mix, token_bytes, token_id
-from serve.engine.sim.sampling_parameters import Id, Positive, Sampling, check_end, check_prompt_logprobs
+from serve.engine.sim.pseudo_tokenizer import GeneratedText, TokenizedPrompt, mix, token_bytes, token_id
+from serve.engine.sim.sampling_parameters import (
+    GenerationFields,
+    Id,
+    Positive,
+    check_end,
+    check_prompt_logprobs,
+)
 from serve.engine.sim.step_loop import Generation
-from serve.engine.sim.tool_calls import Tool, Tools, tools_of
+from serve.engine.sim.tool_calls import Tool, ToolSet, tools_of
 
 # OpenAI's default for completions, and vLLM's.
 _DEFAULT_MAX_TOKENS = 16
@@ -33,17 +39,17 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | UnsetType | None = UNSET
 
 
-class StreamedSampling(Sampling, frozen=True, kw_only=True):
+class StreamingGenerationFields(GenerationFields, frozen=True, kw_only=True):
     """Body fields that both kinds of completion share."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
 
-class ChatRequest(StreamedSampling, frozen=True, kw_only=True):
+class ChatRequest(StreamingGenerationFields, frozen=True, kw_only=True):
     """The body of a chat completion."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -56,7 +62,7 @@ class ChatRequest(StreamedSampling, frozen=True, kw_only=True):
     chat_template: str | None = None
 
 
-class CompletionRequest(StreamedSampling, frozen=True, kw_only=True):
+class CompletionRequest(StreamingGenerationFields, frozen=True, kw_only=True):
     """The body of a completion."""
 
     prompt: Prompts
@@ -72,7 +78,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -101,15 +107,19 @@ class AnswerFormat(NamedTuple):
 
     id_prefix: str
     object: str
-    choice: Callable[[Prompt, Output], dict[str, Any]]
-    chunk: Callable[[Prompt, Output, int], dict[str, Any]]
+    choice: Callable[[TokenizedPrompt, GeneratedText], dict[str, Any]]
+    chunk: Callable[[TokenizedPrompt, GeneratedText, int], dict[str, Any]]
     unfinished: dict[str, None]
-    first: Callable[[int, Output], Sequence[dict[str, Any]]] = lambda index, output: ()
-    tools: Tools | None = None
+    first: Callable[[int, GeneratedText], Sequence[dict[str, Any]]] = lambda index, output: ()
+    tools: ToolSet | None = None
 
 
 async def _complete(
-    service: Service, request: Request, body: StreamedSampling, prompts: Sequence[Prompt], form: AnswerFormat
+    service: GenerationService,
+    request: Request,
+    body: StreamingGenerationFields,
+    prompts: Sequence[TokenizedPrompt],
+    form: AnswerFormat,
 ) -> Response:
     if body.stream_options not in (None, StreamOptions()) and not body.stream:
         raise ApiError(400, "Stream options can only be defined when `stream=True`.", "stream_options")
@@ -149,7 +159,7 @@ async def _complete(
     return await respond(request, generation, whole, events() if body.stream else None)
 
 
-def _end(output: Output) -> dict[str, Any]:
+def _end(output: GeneratedText) -> dict[str, Any]:
     reason = "tool_calls" if output.tool and output.finish_reason == "stop" else output.finish_reason
     return {"finish_reason": reason, "stop_reason": output.stop}
 
@@ -166,7 +176,7 @@ def _usage(generation: Generation, n: int) -> dict[str, Any]:
     }
 
 
-async def chat(service: Service, request: Request) -> Response:
+async def chat(service: GenerationService, request: Request) -> Response:
     """A chat completion, as a stream or as a whole."""
     body = await read(request, _CHAT)
     if body.top_logprobs and not body.logprobs:
@@ -185,12 +195,12 @@ async def chat(service: Service, request: Request) -> Response:
     turns = chat_turns(body.messages)
     echoed = turns[-1].text if body.echo and turns[-1].role == "assistant" else ""
 
-    def called(output: Output, arguments: str) -> dict[str, Any]:
+    def called(output: GeneratedText, arguments: str) -> dict[str, Any]:
         """A call of a tool; in a stream its arguments follow in parts."""
         function = {"name": output.tool, "arguments": arguments}
         return {"id": call_id(), "function": function, "type": "function"}
 
-    def choice(_: Prompt, output: Output) -> dict[str, Any]:
+    def choice(_: TokenizedPrompt, output: GeneratedText) -> dict[str, Any]:
         text = echoed + ("" if output.tool else output.text)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -200,7 +210,7 @@ async def chat(service: Service, request: Request) -> Response:
         }
         return {"message": message, "logprobs": _chat_logprobs(body, output.deltas, 0)}
 
-    def first(_: int, output: Output) -> list[dict[str, Any]]:
+    def first(_: int, output: GeneratedText) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         if echoed:
             deltas.append({"content": echoed})
@@ -208,7 +218,7 @@ async def chat(service: Service, request: Request) -> Response:
             deltas.append({"tool_calls": [{"index": 0, **called(output, "")}]})
         return [{"delta": delta, "logprobs": None} for delta in deltas]
 
-    def chunk(_: Prompt, output: Output, position: int) -> dict[str, Any]:
+    def chunk(_: TokenizedPrompt, output: GeneratedText, position: int) -> dict[str, Any]:
         text = output.deltas[position]
         part: dict[str, Any] = {"index": 0, "function": {"arguments": text}}
         delta = {"tool_calls": [part]} if output.tool else {"content": text}
@@ -249,7 +259,7 @@ def _chat_logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str
     return {"content": content}
 
 
-async def completions(service: Service, request: Request) -> Response:
+async def completions(service: GenerationService, request: Request) -> Response:
     """A completion of each prompt, as a stream or as a whole."""
     body = await read(request, _COMPLETION)
     if body.logprobs is not None and isinstance((await request.json())["logprobs"], str):
@@ -275,16 +285,16 @@ async def completions(service: Service, request: Request) -> Response:
 
     pieces_of = functools.cache(_pieces)  # once per prompt, not for every token
 
-    def shown(prompt: Prompt, output: Output, start: int, end: int) -> dict[str, Any]:
+    def shown(prompt: TokenizedPrompt, output: GeneratedText, start: int, end: int) -> dict[str, Any]:
         echoed = pieces_of(prompt) if body.echo else []
         tokens = [*([] if start else echoed), *([] if only_echo else output.deltas[start:end])]
         before = [*echoed, *output.deltas[:start]] if start and body.logprobs is not None else []
         return {"text": "".join(tokens), "logprobs": _logprobs(body, tokens, before)}
 
-    def choice(prompt: Prompt, output: Output) -> dict[str, Any]:
+    def choice(prompt: TokenizedPrompt, output: GeneratedText) -> dict[str, Any]:
         return shown(prompt, output, 0, len(output.deltas))
 
-    def chunk(prompt: Prompt, output: Output, position: int) -> dict[str, Any]:
+    def chunk(prompt: TokenizedPrompt, output: GeneratedText, position: int) -> dict[str, Any]:
         return shown(prompt, output, position, position + 1)
 
     form = AnswerFormat(
@@ -323,7 +333,7 @@ def _logprob(position: int, rank: int = 0) -> float:
     return -(0.01 + mix(position) % 1000 / 1000 + rank)
 
 
-def _pieces(prompt: Prompt) -> list[str]:
+def _pieces(prompt: TokenizedPrompt) -> list[str]:
     """The text of the prompt by tokens; empty for token ids of another tokenizer.
 
     A character over two tokens is in the last.
@@ -339,7 +349,7 @@ def _pieces(prompt: Prompt) -> list[str]:
     return [*pieces[:-1], pieces[-1] + decoder.decode(b"", final=True)] if pieces else []
 
 
-async def tokenize(service: Service, request: Request) -> Response:
+async def tokenize(service: GenerationService, request: Request) -> Response:
     """The token ids of a prompt or a conversation."""
     body = await read(request, _TOKENIZE)
     service.resolve(body.model)
@@ -348,7 +358,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     begins, goes_on = body.add_generation_prompt, body.continue_final_message
     check_end(begins=begins, goes_on=goes_on)
     prompt = (
-        Prompt.of_text(body.prompt)
+        TokenizedPrompt.of_text(body.prompt)
         if body.prompt is not None
         else prompt_of(chat_turns(body.messages or []), begins=begins, goes_on=goes_on)
     )
@@ -364,7 +374,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
 
 
-async def detokenize(service: Service, request: Request) -> Response:
+async def detokenize(service: GenerationService, request: Request) -> Response:
     """The text of token ids; as in vLLM an unknown one has none."""
     body = await read(request, _DETOKENIZE)
     service.resolve(body.model)

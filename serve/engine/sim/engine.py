@@ -17,8 +17,8 @@ from policy.errors import AdapterRefused, EngineFailed, PreconditionFailed
 from policy.routing.engine_prefix_index import KvBlockIndex
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.sim.app import build
-from serve.engine.sim.generation_service import Service
-from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.generation_service import GenerationService
+from serve.engine.sim.metrics import SimEngineMetrics
 from serve.engine.sim.step_loop import StepLoop
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -60,7 +60,7 @@ class SimEngine:
                 f"max_model_len {args.max_model_len} is larger than the {limits.kv_tokens} tokens of KV cache"
             )
         length = args.max_model_len or min(timing.max_model_len, limits.kv_tokens)
-        metrics = Metrics(spec.model)
+        metrics = SimEngineMetrics(spec.model)
         model = timing.model.at_degree(degree)
         self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
         caching = args.enable_prefix_caching
@@ -75,7 +75,7 @@ class SimEngine:
         self._adapters = dict(args.lora_modules)
         self._static = frozenset(args.lora_modules)
         self.max_model_len: int | None = length
-        service = Service(
+        service = GenerationService(
             model=spec.model,
             adapters=self._adapters,
             runner=spec.runner,

@@ -11,11 +11,18 @@ from starlette.requests import Request
 
 from policy.types import Runner
 from serve.engine.sim.http_exchange import ApiError
-from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.pseudo_tokenizer import Output, Prompt, call, natural_length, seed_of, write
-from serve.engine.sim.sampling_parameters import Sampling, check
+from serve.engine.sim.metrics import SimEngineMetrics
+from serve.engine.sim.pseudo_tokenizer import (
+    GeneratedText,
+    TokenizedPrompt,
+    call,
+    natural_length,
+    seed_of,
+    write,
+)
+from serve.engine.sim.sampling_parameters import GenerationFields, check
 from serve.engine.sim.step_loop import Generation, StepLoop
-from serve.engine.sim.tool_calls import Tools
+from serve.engine.sim.tool_calls import ToolSet
 
 
 def now() -> int:
@@ -24,7 +31,7 @@ def now() -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Service:
+class GenerationService:
     """One engine for its endpoints; it was ``created`` at that instant (whole Unix seconds)."""
 
     model: str
@@ -33,7 +40,7 @@ class Service:
     max_model_len: int
     seed: int
     loop: StepLoop
-    metrics: Metrics
+    metrics: SimEngineMetrics
     has_adapters: bool = False
     created: int = field(default_factory=now)
 
@@ -44,7 +51,7 @@ class Service:
         raise ApiError(404, f"The model `{model}` does not exist.", "model")
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, tools: Tools | None = None
+        self, prompts: Sequence[TokenizedPrompt], sampling: GenerationFields, tools: ToolSet | None = None
     ) -> Generation:
         """Start the choices of each prompt; choice i of prompt j has index ``j n + i``, and may call a tool.
 
@@ -69,14 +76,14 @@ class Service:
         choices = [prompt for prompt in prompts for _ in range(n)]
         return self.loop.submit(model, choices, outputs, (model, sampling.cache_salt))
 
-    def encode(self, prompts: Sequence[Prompt], model: str | None) -> Generation:
+    def encode(self, prompts: Sequence[TokenizedPrompt], model: str | None) -> Generation:
         """Compute the prompts without output text: a prefill and one token each; raises as `generate`."""
         name = self.resolve(model)
         for prompt in prompts:
             self._room(prompt)
-        return self.loop.submit(name, prompts, [Output([""], "stop")] * len(prompts), (name, None))
+        return self.loop.submit(name, prompts, [GeneratedText([""], "stop")] * len(prompts), (name, None))
 
-    def _room(self, prompt: Prompt) -> int:
+    def _room(self, prompt: TokenizedPrompt) -> int:
         count = len(prompt.tokens)
         if not count:
             raise ApiError(400, "The decoder prompt cannot be empty", "prompt")

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from policy.errors import EngineFailed
 from serve.engine.interface import Receive, Scope, Send
-from serve.engine.sim.step_loop import Aborted, Generation
+from serve.engine.sim.step_loop import Generation, RequestAborted
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ async def respond(
     async with _aborting(generation, request.receive):
         try:
             await generation.finish()
-        except Aborted:
+        except RequestAborted:
             raise ApiError(499, "the client closed the request") from None
     return answer(whole())
 
@@ -147,7 +147,7 @@ class _EventStream(Response):
             try:
                 async for data in self._events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            except Aborted:
+            except RequestAborted:
                 return
             except EngineFailed as error:
                 # As vLLM: an error event, then [DONE].

@@ -31,7 +31,7 @@ _GAUGES = (
 )
 
 
-class Metrics:
+class SimEngineMetrics:
     """One engine's metrics in a registry of their own; durations are wall-clock seconds."""
 
     def __init__(self, model: str) -> None:

@@ -19,10 +19,10 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.generation_service import Service, now, request_id
+from serve.engine.sim.generation_service import GenerationService, now, request_id
 from serve.engine.sim.http_exchange import ApiError, read, respond
 from serve.engine.sim.prompt_input import Prompts, prompts_of
-from serve.engine.sim.pseudo_tokenizer import Prompt
+from serve.engine.sim.pseudo_tokenizer import TokenizedPrompt
 from serve.engine.sim.step_loop import Generation
 
 DIMENSIONS = 64
@@ -59,7 +59,7 @@ _SCORE = msgspec.json.Decoder(ScoreRequest)
 _RERANK = msgspec.json.Decoder(RerankRequest)
 
 
-async def embeddings(service: Service, request: Request) -> Response:
+async def embeddings(service: GenerationService, request: Request) -> Response:
     """A unit vector of each input."""
     body = await read(request, _EMBEDDING)
     prompts = prompts_of(body.input, "input")
@@ -72,7 +72,7 @@ async def embeddings(service: Service, request: Request) -> Response:
     return await _respond(request, generation, "embd", object="list", created=now(), data=data)
 
 
-async def score(service: Service, request: Request) -> Response:
+async def score(service: GenerationService, request: Request) -> Response:
     """The similarity of the two texts of each pair, 0..1."""
     body = await read(request, _SCORE)
     left = [body.text_1] if isinstance(body.text_1, str) else body.text_1
@@ -80,16 +80,18 @@ async def score(service: Service, request: Request) -> Response:
     if not left or not right or len(left) not in (1, len(right)):
         raise ApiError(400, "text_1 must be one text, or as many as text_2", "text_1")
     pairs = list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
-    generation = service.encode([Prompt.of_text(f"{one}\n{other}") for one, other in pairs], body.model)
+    generation = service.encode(
+        [TokenizedPrompt.of_text(f"{one}\n{other}") for one, other in pairs], body.model
+    )
     scores = [_similarity(one, other) for one, other in pairs]
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     return await _respond(request, generation, "score", object="list", created=now(), data=data)
 
 
-async def rerank(service: Service, request: Request) -> Response:
+async def rerank(service: GenerationService, request: Request) -> Response:
     """The documents, most relevant first."""
     body = await read(request, _RERANK)
-    prompts = [Prompt.of_text(f"{body.query}\n{document}") for document in body.documents]
+    prompts = [TokenizedPrompt.of_text(f"{body.query}\n{document}") for document in body.documents]
     generation = service.encode(prompts, body.model)
     scores = [_similarity(body.query, text) for text in body.documents]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
@@ -111,7 +113,7 @@ def _base64(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def embed(prompt: Prompt, dimensions: int = DIMENSIONS) -> list[float]:
+def embed(prompt: TokenizedPrompt, dimensions: int = DIMENSIONS) -> list[float]:
     """The unit vector of a prompt."""
     sums = [math.fsum(column) for column in zip(*map(_vector, prompt.tokens), strict=True)][:dimensions]
     length = math.hypot(*sums)
@@ -126,5 +128,5 @@ def _vector(token: bytes | int) -> tuple[float, ...]:
 
 def _similarity(one: str, other: str) -> float:
     """The cosine similarity of two texts, mapped from -1..1 to 0..1."""
-    pair = zip(embed(Prompt.of_text(one)), embed(Prompt.of_text(other)), strict=True)
+    pair = zip(embed(TokenizedPrompt.of_text(one)), embed(TokenizedPrompt.of_text(other)), strict=True)
     return (1.0 + math.fsum(a * b for a, b in pair)) / 2

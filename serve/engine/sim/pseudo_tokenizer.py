@@ -51,7 +51,7 @@ def unknown_ids(ids: Iterable[int]) -> list[int]:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Prompt:
+class TokenizedPrompt:
     """A prompt: its tokens (or token ids of another tokenizer) and the bytes that seed its answer.
 
     It is compared and hashed by identity, whatever its length.
@@ -61,16 +61,16 @@ class Prompt:
     digest: bytes
 
     @classmethod
-    def of_text(cls, text: str) -> Prompt:
+    def of_text(cls, text: str) -> TokenizedPrompt:
         return cls(tokenize(text) or [b""], text.encode())
 
     @classmethod
-    def of_ids(cls, ids: Sequence[int]) -> Prompt:
+    def of_ids(cls, ids: Sequence[int]) -> TokenizedPrompt:
         return cls(ids, ",".join(map(str, ids)).encode())
 
 
 @dataclass(slots=True, frozen=True)
-class Output:
+class GeneratedText:
     """The text of a choice, one delta per token, and its finish reason.
 
     ``stop`` is the stop sequence that ended it. The text ends before the stop sequence, so the deltas of the
@@ -87,7 +87,7 @@ class Output:
         return "".join(self.deltas)
 
 
-def seed_of(*parts: object, prompt: Prompt) -> int:
+def seed_of(*parts: object, prompt: TokenizedPrompt) -> int:
     """A 64-bit seed that depends on every part and on the prompt."""
     data = repr(parts).encode()
     return int.from_bytes(hashlib.blake2b(data + prompt.digest, digest_size=8).digest())
@@ -103,13 +103,13 @@ def words(seed: int, count: int) -> str:
     return " ".join(_WORDS[mix(seed + index) % len(_WORDS)] for index in range(count))
 
 
-def call(name: str, arguments: str, limit: int) -> Output:
+def call(name: str, arguments: str, limit: int) -> GeneratedText:
     """A call of ``name`` with ``arguments`` in ASCII, of at most ``limit`` tokens."""
     deltas = [token.decode() for token in tokenize(arguments)]
-    return Output(deltas[:limit], "stop" if len(deltas) <= limit else "length", tool=name)
+    return GeneratedText(deltas[:limit], "stop" if len(deltas) <= limit else "length", tool=name)
 
 
-def write(seed: int, tokens: int, *, ends: bool, stops: Sequence[str] = ()) -> Output:
+def write(seed: int, tokens: int, *, ends: bool, stops: Sequence[str] = ()) -> GeneratedText:
     """An answer of ``tokens`` tokens, or fewer when one of ``stops`` appears in it.
 
     With ``ends`` the finish reason is ``stop``, otherwise ``length``.
@@ -120,7 +120,7 @@ def write(seed: int, tokens: int, *, ends: bool, stops: Sequence[str] = ()) -> O
     text = "".join(deltas)
     found = min(((at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0), default=None)
     if found is None:
-        return Output(deltas, reason)
+        return GeneratedText(deltas, reason)
     at, stop = found
     kept, position = [], 0
     for delta in deltas:
@@ -128,7 +128,7 @@ def write(seed: int, tokens: int, *, ends: bool, stops: Sequence[str] = ()) -> O
             break
         kept.append(delta[: max(0, at - position)])
         position += len(delta)
-    return Output(kept, "stop", stop)
+    return GeneratedText(kept, "stop", stop)
 
 
 def mix(value: int) -> int:

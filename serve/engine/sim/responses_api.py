@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.chat_template import prompt_of, responses_turns
-from serve.engine.sim.generation_service import Service, call_id, now, request_id
+from serve.engine.sim.generation_service import GenerationService, call_id, now, request_id
 from serve.engine.sim.http_exchange import ApiError, event, read, respond
-from serve.engine.sim.pseudo_tokenizer import Output
-from serve.engine.sim.sampling_parameters import FreeDrawing, Positive, Sampling
-from serve.engine.sim.tool_calls import Definition, Tools
+from serve.engine.sim.pseudo_tokenizer import GeneratedText
+from serve.engine.sim.sampling_parameters import GenerationFields, OpenAiSamplingFields, Positive
+from serve.engine.sim.tool_calls import FunctionDefinition, ToolSet
 
 # Parts of an answer that can be asked for.
 Included = Literal[
@@ -31,7 +31,7 @@ class TextFormat(msgspec.Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextConfig(msgspec.Struct, frozen=True):
     """How the text of an answer is written."""
 
     format: TextFormat | None = None
@@ -43,7 +43,7 @@ class Reasoning(msgspec.Struct, frozen=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class ResponsesRequest(FreeDrawing, frozen=True, kw_only=True):
+class ResponsesRequest(OpenAiSamplingFields, frozen=True, kw_only=True):
     """The body of a response."""
 
     input: str | list[dict[str, Any]]
@@ -53,7 +53,7 @@ class ResponsesRequest(FreeDrawing, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     background: bool | None = False
     prompt: dict[str, Any] | None = None
-    text: Text | None = None
+    text: TextConfig | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] = "auto"
@@ -67,12 +67,12 @@ class ResponsesRequest(FreeDrawing, frozen=True, kw_only=True):
 _DECODER = msgspec.json.Decoder(ResponsesRequest, strict=False)
 
 
-async def responses(service: Service, request: Request) -> Response:
+async def responses(service: GenerationService, request: Request) -> Response:
     """A response, as a stream or as a whole."""
     body = await read(request, _DECODER)
     service.resolve(body.model)
     _check(body)
-    sampling = Sampling(model=body.model, max_tokens=body.max_output_tokens)
+    sampling = GenerationFields(model=body.model, max_tokens=body.max_output_tokens)
     turns = responses_turns(body.input, body.instructions)
     functions = [tool for tool in body.tools if tool.get("type") == "function"]
     if body.tool_choice == "required" and not functions:
@@ -153,7 +153,9 @@ async def responses(service: Service, request: Request) -> Response:
     return await respond(request, generation, whole, events() if body.stream else None)
 
 
-def _item(output: Output, item_id: str, called: str, status: str, text: str | None = None) -> dict[str, Any]:
+def _item(
+    output: GeneratedText, item_id: str, called: str, status: str, text: str | None = None
+) -> dict[str, Any]:
     """The item of the answer; without ``text`` it has only begun."""
     if output.tool:
         call = {"call_id": called, "name": output.tool, "arguments": text or ""}
@@ -178,9 +180,9 @@ def _check(body: ResponsesRequest) -> None:
         raise ApiError(400, "a tool needs a type", "tools")
 
 
-def _tools(functions: list[dict[str, Any]], choice: str | dict[str, Any]) -> Tools:
+def _tools(functions: list[dict[str, Any]], choice: str | dict[str, Any]) -> ToolSet:
     wanted = choice if isinstance(choice, str) else str(choice.get("name", ""))
     try:
-        return Tools(msgspec.convert(functions, list[Definition]), wanted)
+        return ToolSet(msgspec.convert(functions, list[FunctionDefinition]), wanted)
     except msgspec.ValidationError as error:
         raise ApiError(400, str(error), "tools") from None

@@ -50,7 +50,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     format: dict[str, Any] | None = None
 
 
-class Drawing(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn, in all APIs."""
 
     model: str | None = None
@@ -60,7 +60,7 @@ class Drawing(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: NotEmpty | None = None
 
 
-class FreeDrawing(Drawing, frozen=True, kw_only=True):
+class OpenAiSamplingFields(SamplingFields, frozen=True, kw_only=True):
     """How tokens are drawn, in OpenAI's APIs."""
 
     user: str | None = None
@@ -77,7 +77,7 @@ class FreeDrawing(Drawing, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
 
-class Sampling(FreeDrawing, frozen=True, kw_only=True):
+class GenerationFields(OpenAiSamplingFields, frozen=True, kw_only=True):
     """The parameters of a generation: ``n`` choices of each prompt.
 
     With ``max_tokens`` an answer has exactly that many tokens unless a stop sequence ends it. Without it
@@ -96,7 +96,7 @@ class Sampling(FreeDrawing, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
 
 
-def check(sampling: Sampling, max_model_len: int) -> None:
+def check(sampling: GenerationFields, max_model_len: int) -> None:
     """Raise a 400 for parameters that contradict each other or the context."""
     most = sampling.max_tokens
     if most is not None and most > max_model_len:
@@ -155,7 +155,7 @@ def check_end(*, begins: bool, goes_on: bool) -> None:
 
 
 def check_prompt_logprobs(
-    sampling: Sampling, echoed: int | None, *, logprobs: bool, stream: bool, has_adapters: bool
+    sampling: GenerationFields, echoed: int | None, *, logprobs: bool, stream: bool, has_adapters: bool
 ) -> None:
     """Raise a 400 where the log probabilities of a prompt are not to be had.
 

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
-from policy.engine.batch_scheduler import Request, Scheduler, StepResult
-from policy.engine.performance_model import BLOCK, EngineModel, Limits
+from policy.engine.batch_scheduler import BatchScheduler, EngineRequest, StepResult
+from policy.engine.performance_model import BLOCK, BatchLimits, EngineModel
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.errors import EngineFailed
 from policy.routing.engine_prefix_index import KvBlockIndex
 from serve.engine.interface import NAMED, EngineStats
-from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.pseudo_tokenizer import Output, Prompt
+from serve.engine.sim.metrics import SimEngineMetrics
+from serve.engine.sim.pseudo_tokenizer import GeneratedText, TokenizedPrompt
 from serve.engine.step_stats import StepStats
 
 # A loop that is late catches up at most this much, so that tokens do not come in one burst.
@@ -25,7 +25,7 @@ MAX_LAG_S = 0.25
 IDLE_S = 0.01
 
 
-class Aborted(Exception):
+class RequestAborted(Exception):
     """The request was aborted because its client disconnected."""
 
 
@@ -38,7 +38,7 @@ class Generation:
     """
 
     def __init__(
-        self, loop: StepLoop, model: str, prompts: Sequence[Prompt], outputs: Sequence[Output]
+        self, loop: StepLoop, model: str, prompts: Sequence[TokenizedPrompt], outputs: Sequence[GeneratedText]
     ) -> None:
         self.model = model
         self.prompts = prompts
@@ -75,11 +75,11 @@ class Generation:
     def abort(self) -> None:
         """Remove it from the engine at once; no effect if it has ended."""
         if not self.done:
-            self.fail(Aborted())
+            self.fail(RequestAborted())
             self._loop.drop(self)
 
     async def finish(self) -> None:
-        """Return when every choice is complete; raises :class:`Aborted` or EngineFailed."""
+        """Return when every choice is complete; raises :class:`RequestAborted` or EngineFailed."""
         await self._done.wait()
         if self._error is not None:
             raise self._error
@@ -100,7 +100,7 @@ class Generation:
 class _Live:
     """A choice in the engine; instants are of the loop's clock."""
 
-    request: Request
+    request: EngineRequest
     generation: Generation
     choice: int
     arrived: float
@@ -117,14 +117,14 @@ class StepLoop:
     def __init__(
         self,
         model: EngineModel,
-        limits: Limits,
+        limits: BatchLimits,
         speed: float,
-        metrics: Metrics,
+        metrics: SimEngineMetrics,
         cache: PrefixCache | None = None,
         *,
         blocks: KvBlockIndex | None = None,
     ) -> None:
-        self._scheduler = Scheduler(model, limits, cache)
+        self._scheduler = BatchScheduler(model, limits, cache)
         self._cache = cache
         self._blocks = blocks
         self._kv_tokens = limits.kv_tokens
@@ -166,7 +166,7 @@ class StepLoop:
             raise EngineFailed(f"the step loop of the simulated engine has ended: {error!r}")
 
     def submit(
-        self, model: str, prompts: Sequence[Prompt], outputs: Sequence[Output], salt: Hashable
+        self, model: str, prompts: Sequence[TokenizedPrompt], outputs: Sequence[GeneratedText], salt: Hashable
     ) -> Generation:
         """Queue one choice for each prompt. Prompts with different salts share no blocks of the prefix cache.
 
@@ -178,7 +178,7 @@ class StepLoop:
         for choice, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             name = str(next(self._names))
             blocks = () if self._cache is None else block_hashes(prompt.tokens, salt)
-            request = Request(name, len(prompt.tokens), len(output.deltas), blocks=blocks)
+            request = EngineRequest(name, len(prompt.tokens), len(output.deltas), blocks=blocks)
             self._scheduler.submit(request)
             self._live[name] = _Live(request, generation, choice, now)
             named = NAMED.get()

@@ -15,7 +15,7 @@ from serve.engine.sim.pseudo_tokenizer import mix, words
 _DEPTH = 8
 
 
-class Definition(msgspec.Struct, frozen=True):
+class FunctionDefinition(msgspec.Struct, frozen=True):
     """A function: its name, and the JSON schema of its arguments."""
 
     name: str
@@ -26,18 +26,18 @@ class Definition(msgspec.Struct, frozen=True):
 class Tool(msgspec.Struct, frozen=True):
     """A tool of a chat."""
 
-    function: Definition
+    function: FunctionDefinition
     type: Literal["function"] = "function"
 
 
-class Tools:
+class ToolSet:
     """The functions that an answer may call.
 
     ``choice`` is ``auto``, ``required``, ``none`` or the name of one. With ``auto`` half of the answers are
     calls, by their seeds: an agent's loop has two turns on average. Raises a 400 for an invalid choice.
     """
 
-    def __init__(self, functions: list[Definition], choice: str) -> None:
+    def __init__(self, functions: list[FunctionDefinition], choice: str) -> None:
         self._functions = functions
         self._choice = choice
         if choice in ("auto", "required", "none"):
@@ -58,7 +58,7 @@ class Tools:
         return function.name, json.dumps(instance(function.parameters or {}, seed))
 
 
-def tools_of(tools: list[Tool] | None, choice: str | dict[str, Any] | None) -> Tools:
+def tools_of(tools: list[Tool] | None, choice: str | dict[str, Any] | None) -> ToolSet:
     """The tools of a chat and its ``tool_choice``; raises a 400 as vLLM does."""
     if tools == []:
         raise ApiError(400, "`tools` must not be an empty array.", "tools")
@@ -72,7 +72,7 @@ def tools_of(tools: list[Tool] | None, choice: str | dict[str, Any] | None) -> T
         wanted = function.get("name", "") if isinstance(function, dict) else ""
     elif wanted not in ("auto", "required", "none"):
         raise ApiError(400, f"Invalid value for `tool_choice`: {wanted}!", "tool_choice")
-    return Tools([tool.function for tool in tools or ()], wanted)
+    return ToolSet([tool.function for tool in tools or ()], wanted)
 
 
 def instance(

@@ -18,13 +18,13 @@ from policy.engine.performance_model import Timing
 from policy.stats.quantiles import nearest_rank
 from sim.arrivals import Arrival
 from sim.benchmarks.adapters.contenders import (
-    LeastLoaded,
+    LeastLoadedPlacement,
     PlacementPolicy,
     PlannedPlacement,
     ReplicaSetup,
     ServeMultiplex,
 )
-from sim.simulator.engine import Job, Kind
+from sim.simulator.engine import EngineJob, TokenEventKind
 from sim.workload.generators.request_distributions import geometric, zipf_weights
 
 # From the choice of a replica to its queue, and from its first token to the gateway.
@@ -37,7 +37,7 @@ PROFILE = "sim-small"
 LOAD_S = 0.02
 
 
-class Traffic(NamedTuple):
+class AdapterTraffic(NamedTuple):
     """The workload: ``requests`` at ``rate`` per second, the k-th adapter with weight ``k ** -exponent``.
 
     They come in calls of ``together`` simultaneous requests for one adapter on average, such as several
@@ -55,7 +55,7 @@ class Traffic(NamedTuple):
     output_tokens: int = 8
 
 
-def arrivals(traffic: Traffic) -> list[Arrival]:
+def arrivals(traffic: AdapterTraffic) -> list[Arrival]:
     """The requests in order of arrival; which adapters are popular is drawn, too."""
     rng = random.Random(f"arrivals {traffic.seed}")  # noqa: S311 - a reproducible workload
     names = [str(number) for number in range(traffic.adapters)]
@@ -74,7 +74,7 @@ def arrivals(traffic: Traffic) -> list[Arrival]:
     return made
 
 
-class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementRunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result: adapter loads, the 95th percentile of TTFT in seconds, the busiest replica's requests over
     the mean, and the most placement moves within a minute.
     """
@@ -99,7 +99,7 @@ def run_events(
     requests: Sequence[Arrival],
     replicas: int,
     progress: Callable[[int], None] = lambda sent: None,
-) -> RunOutcome:
+) -> PlacementRunResult:
     """Route ``requests``, in order of arrival, by ``policy``; ``progress`` gets how many were sent."""
     there = [equipment.engine(policy.slot_rules) for _ in range(replicas)]
     counts = [0] * replicas
@@ -117,7 +117,7 @@ def run_events(
     def watch(i: int, at: float) -> None:
         """Take the news of a replica, and come back for the next."""
         for event in there[i].advance(at):
-            if event.kind is Kind.FIRST:
+            if event.kind is TokenEventKind.FIRST:
                 push(event.at + HOP_S, _Due.FIRST, event.number)
             else:
                 policy.in_flight[where.pop(event.number)] -= 1
@@ -151,14 +151,16 @@ def run_events(
         elif due is _Due.REACHES:
             i, arrival = where[number], requests[number]
             counts[i] += 1
-            there[i].submit(Job(number, arrival.input_tokens, arrival.output_tokens, arrival.adapter), at)
+            there[i].submit(
+                EngineJob(number, arrival.input_tokens, arrival.output_tokens, arrival.adapter), at
+            )
             watch(i, at)
         elif due is _Due.FIRST:
             ttft.append(at - requests[number].at)
             policy.first(number, at)
         elif version == valid[number]:
             watch(number, at)
-    return RunOutcome(
+    return PlacementRunResult(
         loads=sum(each.adapter_loads for each in there),
         ttft_p95_s=nearest_rank(ttft, 0.95),
         load_max_over_mean=max(counts) * replicas / len(requests),
@@ -166,44 +168,47 @@ def run_events(
     )
 
 
-class Fleet(NamedTuple):
+class FleetSize(NamedTuple):
     """The number of replicas, and of adapter slots of each."""
 
     replicas: int
     slots: int
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of each policy, by name."""
 
-    policies: dict[str, RunOutcome]
+    policies: dict[str, PlacementRunResult]
 
 
 # Each starts with the same seed.
 _POLICIES: dict[str, Callable[[int, random.Random, ReplicaSetup], PlacementPolicy]] = {
     "placement": PlannedPlacement,
-    "least_loaded": lambda replicas, rng, equipment: LeastLoaded(replicas, rng),
+    "least_loaded": lambda replicas, rng, equipment: LeastLoadedPlacement(replicas, rng),
     "serve_multiplex": lambda replicas, rng, equipment: ServeMultiplex(replicas, rng),
 }
 NAMES = tuple(_POLICIES)
 
 
 def compare_seeds(
-    asked: Traffic, fleet: Fleet, seeds: int, progress: Callable[[str, int], None] = lambda name, sent: None
-) -> list[Comparison]:
+    asked: AdapterTraffic,
+    fleet: FleetSize,
+    seeds: int,
+    progress: Callable[[str, int], None] = lambda name, sent: None,
+) -> list[PlacementComparison]:
     """One comparison for each of ``seeds`` seeds, from that of ``asked`` on."""
     return [compare(asked._replace(seed=asked.seed + i), fleet, progress) for i in range(seeds)]
 
 
 def compare(
-    asked: Traffic, fleet: Fleet, progress: Callable[[str, int], None] = lambda name, sent: None
-) -> Comparison:
+    asked: AdapterTraffic, fleet: FleetSize, progress: Callable[[str, int], None] = lambda name, sent: None
+) -> PlacementComparison:
     """Simulate every policy on the same arrivals; ``progress`` gets a policy's name and requests sent."""
     found = profile(PROFILE)
     equipment = ReplicaSetup(Timing(limits=found.limits(1), model=found.model), fleet.slots, LOAD_S)
     requests = arrivals(asked)
-    outcomes: dict[str, RunOutcome] = {}
+    outcomes: dict[str, PlacementRunResult] = {}
     for name, make in _POLICIES.items():
         policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), equipment)  # noqa: S311 - chance, not secrecy
         outcomes[name] = run_events(policy, equipment, requests, fleet.replicas, partial(progress, name))
-    return Comparison(policies=outcomes)
+    return PlacementComparison(policies=outcomes)

@@ -11,17 +11,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from policy.adapter_placement.plan import PLAN_PERIOD_S
-from policy.adapter_placement.types import Host
+from policy.adapter_placement.types import PlacementHost
 from policy.engine.performance_model import Timing
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router
-from policy.routing.settings import Settings
+from policy.routing.settings import RoutingSettings
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load_stream import COALESCE_S
 from sim.arrivals import Arrival
-from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, SimulatedPlacement, SimulatedSlots
-from sim.simulator.engine import Engine
+from sim.simulator.adapters import (
+    LeastRecentlyUsedSlots,
+    SequentialLoadSlots,
+    SimulatedPlacement,
+    SimulatedSlots,
+)
+from sim.simulator.engine import VirtualTimeEngine
 
 
 class ReplicaSetup(NamedTuple):
@@ -31,8 +36,10 @@ class ReplicaSetup(NamedTuple):
     slots: int
     load_s: float
 
-    def engine(self, slot_rules: type[SimulatedSlots]) -> Engine:
-        return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, slot_rules=slot_rules)
+    def engine(self, slot_rules: type[SimulatedSlots]) -> VirtualTimeEngine:
+        return VirtualTimeEngine(
+            self.timing, slots=self.slots, adapter_load_s=self.load_s, slot_rules=slot_rules
+        )
 
 
 class PlacementPolicy:
@@ -57,7 +64,7 @@ class PlacementPolicy:
     def changed(self, replica: int, at: float) -> None:
         """The adapters loaded on a replica changed."""
 
-    def tick(self, replicas: Sequence[Engine], at: float) -> float:
+    def tick(self, replicas: Sequence[VirtualTimeEngine], at: float) -> float:
         """Do what is due by the clock; returns when the next action is due, in seconds."""
         return float("inf")
 
@@ -74,7 +81,7 @@ class PlannedPlacement(PlacementPolicy):
         self._equipment = equipment
         timing = equipment.timing
         self._views = [Candidate(f"r{i}", rng.getrandbits(64), timing=timing) for i in range(replicas)]
-        self._router = Router(Settings(slots=equipment.slots))
+        self._router = Router(RoutingSettings(slots=equipment.slots))
         self._keys: dict[str, int] = {}
         self._sent: dict[int, tuple[Request, CostEstimate, float]] = {}
         self._lines: dict[int, float] = {}
@@ -110,7 +117,7 @@ class PlannedPlacement(PlacementPolicy):
     def changed(self, replica: int, at: float) -> None:
         self._lines.setdefault(replica, at + COALESCE_S)
 
-    def tick(self, replicas: Sequence[Engine], at: float) -> float:
+    def tick(self, replicas: Sequence[VirtualTimeEngine], at: float) -> float:
         for i in [i for i, due in self._lines.items() if due <= at]:
             del self._lines[i]
             self._router.holds([self._key(each) for each in replicas[i].slots.loaded], (), self._views[i].key)
@@ -128,11 +135,11 @@ class PlannedPlacement(PlacementPolicy):
         within = (sum(0.0 <= at - since < 60.0 for at in times) for times in moved for since in times)
         return float(max(within, default=0))
 
-    def _replan(self, replicas: Sequence[Engine], at: float) -> None:
+    def _replan(self, replicas: Sequence[VirtualTimeEngine], at: float) -> None:
         equipment, placing = self._equipment, self._placing
         lived = {home.name for home in placing.plan.homes}
         hosts = [
-            Host(
+            PlacementHost(
                 id=view.id,
                 key=view.key,
                 slots=equipment.slots,
@@ -159,7 +166,7 @@ PUSH_S = 0.1
 CONTROL_S = 0.1
 
 
-class LeastLoaded(PlacementPolicy):
+class LeastLoadedPlacement(PlacementPolicy):
     """The replica with the fewest requests in flight, ties at random; waiting for an adapter is shared."""
 
     slot_rules = LeastRecentlyUsedSlots
@@ -178,7 +185,7 @@ class ServeMultiplex(PlacementPolicy):
     and loads under a fair lock. In its favour, models in use are never evicted here.
     """
 
-    slot_rules = InTurnSlots
+    slot_rules = SequentialLoadSlots
 
     def __init__(self, replicas: int, rng: random.Random) -> None:
         super().__init__(replicas, rng)
@@ -195,7 +202,7 @@ class ServeMultiplex(PlacementPolicy):
         two = self._rng.sample(candidates, min(2, len(candidates)))
         return min(two, key=lambda i: self.in_flight[i])
 
-    def tick(self, replicas: Sequence[Engine], at: float) -> float:
+    def tick(self, replicas: Sequence[VirtualTimeEngine], at: float) -> float:
         for i, replica in enumerate(replicas):
             if self._push_at[i] <= at:
                 loading = {replica.slots.loading} if replica.slots.loading is not None else set()

@@ -27,14 +27,20 @@ from policy.scaling.policies.registry import choose, make
 from policy.stats.quantiles import nearest_rank
 from policy.wire.capture import BLOCK_TOKENS
 from sim.arrivals import Arrival
-from sim.benchmarks.agents.contenders import CacheAware, LeastLoaded, RoundRobin, SessionHash, WeightedScores
+from sim.benchmarks.agents.contenders import (
+    CacheAwareRouter,
+    LeastLoadedRouter,
+    RoundRobinRouter,
+    SessionHashRouter,
+    WeightedScoresRouter,
+)
 from sim.simulator.gateway import RouterFactory
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Outcome
+from sim.simulator.run_record import RequestOutcome
 from sim.workload.generators.agents import Agents
 from sim.workload.generators.arrivals import RateShape
 from sim.workload.generators.generate import GeneratedWorkload, generate
-from sim.workload.generators.request_distributions import Lengths
+from sim.workload.generators.request_distributions import LengthDistribution
 
 MODEL = "m"
 PROFILE = "h100-8b"
@@ -43,8 +49,8 @@ SEATS = 16
 # The longest of the generator's contexts, and an answer.
 MAX_MODEL_LEN = 262_144
 # Tokens of a tool result, with a mean of 2,400, and of an answer, with a mean of 444.
-ADDED = Lengths(p50=900, p99=24_000, max=32_000)
-ANSWERED = Lengths(p50=225, p99=3_400)
+ADDED = LengthDistribution(p50=900, p99=24_000, max=32_000)
+ANSWERED = LengthDistribution(p50=225, p99=3_400)
 # The sessions whose needs are measured.
 SAMPLE = 500
 # This part of the run, in which the first sessions come, is not measured.
@@ -55,15 +61,15 @@ CACHES = (1.5, 0.5)
 
 ROUTERS: dict[str, RouterFactory] = {
     "tidegate": Router,
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "session_hash": SessionHash,
-    "cache_aware": CacheAware,
-    "weighted_scores": WeightedScores,
+    "round_robin": RoundRobinRouter,
+    "least_loaded": LeastLoadedRouter,
+    "session_hash": SessionHashRouter,
+    "cache_aware": CacheAwareRouter,
+    "weighted_scores": WeightedScoresRouter,
 }
 
 
-class Setup(NamedTuple):
+class AgentBenchmarkSetup(NamedTuple):
     """The fleet, and how long sessions arrive."""
 
     replicas: int = 4
@@ -71,23 +77,23 @@ class Setup(NamedTuple):
     agents: Agents = Agents()
 
 
-class Cell(NamedTuple):
+class LoadAndCacheSize(NamedTuple):
     """A load, as a fraction of the capacity, and a size of the cache in tokens of the open sessions."""
 
     load: float
     cache: float
 
 
-class Trial(NamedTuple):
+class AgentTrial(NamedTuple):
     """A router in a cell, with a seed."""
 
-    setup: Setup
-    cell: Cell
+    setup: AgentBenchmarkSetup
+    cell: LoadAndCacheSize
     seed: int
     router: str
 
 
-class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class AgentRunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The 95th percentile and mean of TTFT in seconds, and the prompt tokens computed more than once.
 
     TTFT is of the requests after the warm-up and before the last session came, tokens are of all, as a
@@ -100,14 +106,14 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
-class Needs(NamedTuple):
+class SessionNeeds(NamedTuple):
     """What the sessions of a workload need: machine seconds, and token-seconds of KV cache per session."""
 
     machine_s: float
     token_s: float
 
 
-def sessions(setup: Setup, rate: float, seed: int) -> list[Arrival]:
+def sessions(setup: AgentBenchmarkSetup, rate: float, seed: int) -> list[Arrival]:
     """The requests of all sessions that arrive at ``rate`` per second."""
     spec = GeneratedWorkload(
         arrivals=RateShape(rate=rate), input_tokens=ADDED, output_tokens=ANSWERED, agents=setup.agents
@@ -116,7 +122,7 @@ def sessions(setup: Setup, rate: float, seed: int) -> list[Arrival]:
 
 
 @lru_cache(maxsize=4)
-def needs(setup: Setup, model: EngineModel) -> Needs:
+def needs(setup: AgentBenchmarkSetup, model: EngineModel) -> SessionNeeds:
     """Measured on a sample of some sessions."""
     sample = sessions(setup, SAMPLE / setup.duration_s, 0)
     begun = sum(not arrival.follows for arrival in sample)
@@ -126,7 +132,7 @@ def needs(setup: Setup, model: EngineModel) -> Needs:
         step_s = model.step_time(SEATS, SEATS * arrival.input_tokens, SEATS)
         machine_s += arrival.output_tokens * step_s / SEATS + uncached * model.c
         token_s += arrival.input_tokens * (arrival.output_tokens * step_s + arrival.think_s)
-    return Needs(machine_s / begun, token_s / begun)
+    return SessionNeeds(machine_s / begun, token_s / begun)
 
 
 def least_computed(arrivals: Iterable[Arrival]) -> list[int]:
@@ -163,7 +169,7 @@ def deployment(replicas: int, kv_tokens: float) -> Deployment:
     })  # fmt: skip
 
 
-def run_trial(trial: Trial) -> RunOutcome:
+def run_trial(trial: AgentTrial) -> AgentRunResult:
     """The same trial has the same outcome."""
     setup, cell, seed = trial.setup, trial.cell, trial.seed
     need = needs(setup, profile(PROFILE).model)
@@ -174,13 +180,13 @@ def run_trial(trial: Trial) -> RunOutcome:
     policy = make(choose("policy", {"static": {"replicas": setup.replicas}}))
     record = simulate(document, {MODEL: policy}, trace, seed=seed, router=ROUTERS[trial.router])
     requests = record.requests[MODEL]
-    assert bool((requests.outcome == Outcome.SERVED).all())
+    assert bool((requests.outcome == RequestOutcome.SERVED).all())
     measured = (requests.at >= WARM_UP * setup.duration_s) & (requests.at < setup.duration_s)
     ttft = requests.ttft_s[measured]
     # The last token of an answer is never computed, the first one in the step that completes the prompt.
     decoded = int(requests.output_tokens.sum()) - len(requests)
     computed = sum(span.tokens for span in record.spans) - decoded
-    return RunOutcome(
+    return AgentRunResult(
         ttft_p95_s=nearest_rank(ttft.tolist(), 0.95),
         ttft_mean_s=float(np.mean(ttft)),
         computed_twice=computed / least - 1.0,
@@ -188,9 +194,9 @@ def run_trial(trial: Trial) -> RunOutcome:
     )
 
 
-def mean_outcome(outcomes: Sequence[RunOutcome]) -> RunOutcome:
+def mean_outcome(outcomes: Sequence[AgentRunResult]) -> AgentRunResult:
     """The mean over seeds; ``requests`` is the sum."""
-    return RunOutcome(
+    return AgentRunResult(
         ttft_p95_s=fmean(each.ttft_p95_s for each in outcomes),
         ttft_mean_s=fmean(each.ttft_mean_s for each in outcomes),
         computed_twice=fmean(each.computed_twice for each in outcomes),
@@ -199,8 +205,10 @@ def mean_outcome(outcomes: Sequence[RunOutcome]) -> RunOutcome:
 
 
 def run_trials(
-    trials: Sequence[Trial], processes: int | None = None, ended: Callable[[Trial], None] = lambda trial: None
-) -> list[RunOutcome]:
+    trials: Sequence[AgentTrial],
+    processes: int | None = None,
+    ended: Callable[[AgentTrial], None] = lambda trial: None,
+) -> list[AgentRunResult]:
     """Run all of them, in the order of ``trials``; ``ended`` gets each one as its outcome is taken."""
     found = []
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:

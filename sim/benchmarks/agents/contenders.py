@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from policy.hashing import rendezvous
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
-from policy.routing.router import Decision, Router
-from policy.routing.settings import Settings
+from policy.routing.router import PickResult, Router
+from policy.routing.settings import RoutingSettings
 
 
-class Contender(Router):
+class BaselineRouter(Router):
     """A router of another rule, which is in :meth:`pick`. It learns nothing from the times of requests."""
 
-    def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Decision:
+    def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> PickResult:
         if not candidates:
-            return Decision(None, (), "no candidate")
+            return PickResult(None, (), "no candidate")
         picked = self.pick(request, candidates, draw)
-        return Decision(CostEstimate(picked, uncached=request.prompt_tokens), (), "")
+        return PickResult(CostEstimate(picked, uncached=request.prompt_tokens), (), "")
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
         return ()
@@ -31,10 +31,10 @@ class Contender(Router):
         raise NotImplementedError
 
 
-class RoundRobin(Contender):
+class RoundRobinRouter(BaselineRouter):
     """Each replica in turn."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RoutingSettings) -> None:
         super().__init__(settings)
         self._sent = 0
 
@@ -43,24 +43,24 @@ class RoundRobin(Contender):
         return candidates[self._sent % len(candidates)]
 
 
-class LeastLoaded(Contender):
+class LeastLoadedRouter(BaselineRouter):
     """The replica with the fewest requests in flight, ties at random."""
 
     def pick(self, request: Request, candidates: Sequence[Candidate], draw: float) -> Candidate:
         return least_loaded(candidates, draw)
 
 
-class SessionHash(Contender):
+class SessionHashRouter(BaselineRouter):
     """Consistent hashing of the session, as vllm-router's and production-stack's session routing."""
 
     def pick(self, request: Request, candidates: Sequence[Candidate], draw: float) -> Candidate:
         return max(candidates, key=lambda each: rendezvous(request.session, each.key))
 
 
-class _PrefixRouter(Contender):
+class _PrefixRouter(BaselineRouter):
     """One that knows which prompts went where."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RoutingSettings) -> None:
         super().__init__(settings)
         self._seen: dict[int, set[int]] = {}
 
@@ -84,7 +84,7 @@ BALANCE_ABS_THRESHOLD = 32
 BALANCE_REL_THRESHOLD = 1.1
 
 
-class CacheAware(_PrefixRouter):
+class CacheAwareRouter(_PrefixRouter):
     """``cache_aware`` of SGLang's router and vllm-router, with a tree of the prompts of each replica.
 
     While requests in flight are balanced, a prompt goes where most of it went before, if that is more than
@@ -108,7 +108,7 @@ class CacheAware(_PrefixRouter):
 PREFIX_WEIGHT, QUEUE_WEIGHT, KV_WEIGHT = 3.0, 1.0, 1.0
 
 
-class WeightedScores(_PrefixRouter):
+class WeightedScoresRouter(_PrefixRouter):
     """The scheduling profile of llm-d: scores from 0 to 1 for prefix, queue and KV cache, weighted and added.
 
     The queue score is by requests in flight, from the most (0) to the least (1).

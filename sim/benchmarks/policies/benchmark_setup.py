@@ -16,8 +16,8 @@ from policy.engine.builtin_profiles import shipped
 from sim.arrivals import Arrival
 from sim.oracle.least_work import least_problem, least_work, tokens_of
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.provisioning_problem import Problem, bin_arrivals
-from sim.results.evaluation_metrics import Stretch
+from sim.oracle.provisioning_problem import ProvisioningProblem, bin_arrivals
+from sim.results.evaluation_metrics import RunInterval
 from sim.workload.traces.detect_format import open_trace
 from sim.workload.transforms import resample, slice_trace
 
@@ -42,7 +42,7 @@ class TraceHalf(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class PolicyBenchmarkSetup:
     """The ``half`` of ``trace``, which lasts ``lasts_s`` in all, served by single-GPU replicas.
 
     ``profile`` is their engine, which takes requests up to ``longest`` tokens; the SLO is in seconds.
@@ -58,10 +58,10 @@ class Setup:
     attainment: float = 0.99
 
     @property
-    def stretch(self) -> Stretch:
+    def stretch(self) -> RunInterval:
         """The judged part of a run: all but the warm-up."""
         end = self.lasts_s / 2 + (self._warm_s if self.half is TraceHalf.JUDGE else 0.0)
-        return Stretch(self._warm_s, end)
+        return RunInterval(self._warm_s, end)
 
     @property
     def begins_s(self) -> float:
@@ -91,10 +91,12 @@ class Setup:
         }
         return parse({"models": [model], "budget": {"gpus": MOST}})
 
-    def problem(self, arrivals: list[Arrival], mu: float, lead_s: float, *, since: float) -> Problem:
+    def problem(
+        self, arrivals: list[Arrival], mu: float, lead_s: float, *, since: float
+    ) -> ProvisioningProblem:
         """The problem of the offline optimum from ``since`` on, at ``mu`` requests per second per replica."""
         at = np.array([arrival.at for arrival in arrivals])
-        return Problem(
+        return ProvisioningProblem(
             demand=bin_arrivals(at, BIN_S, since, self.stretch.until),
             bin_s=BIN_S,
             mu=mu,
@@ -121,12 +123,12 @@ class Setup:
 
 
 @lru_cache(maxsize=8)
-def _arrivals(setup: Setup, factor: float, seed: int) -> list[Arrival]:
+def _arrivals(setup: PolicyBenchmarkSetup, factor: float, seed: int) -> list[Arrival]:
     drawn = resample(open_trace(setup.trace), factor, seed)
     return list(slice_trace(drawn, setup.begins_s, setup.begins_s + setup.stretch.until))
 
 
-def setup_of(trace: Path, half: TraceHalf) -> Setup:
+def setup_of(trace: Path, half: TraceHalf) -> PolicyBenchmarkSetup:
     """The setup for a trace: an 8B model on an L4, or on an H100 where prompts are long.
 
     So a trace of a few requests per second needs about ten replicas, and a run takes seconds. The KV cache of
@@ -137,5 +139,5 @@ def setup_of(trace: Path, half: TraceHalf) -> Setup:
         last, tokens, requests = arrival.at, tokens + arrival.input_tokens, requests + 1
         longest = max(longest, arrival.input_tokens + arrival.output_tokens)
     if tokens > LONG_TOKENS * requests:
-        return Setup(trace, half, last, longest, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
-    return Setup(trace, half, last, longest, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)
+        return PolicyBenchmarkSetup(trace, half, last, longest, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
+    return PolicyBenchmarkSetup(trace, half, last, longest, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)

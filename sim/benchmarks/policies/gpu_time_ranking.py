@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.benchmarks.policies.run import PLAN, TrialResult
+from sim.benchmarks.policies.run import PLAN, PolicyTrialResult
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.provisioning_problem import Problem
+from sim.oracle.provisioning_problem import ProvisioningProblem
 from sim.results.evaluation_metrics import Score
 from sim.simulator.run_record import HOUR_S
 
 
-class Point(NamedTuple):
+class AttainmentPoint(NamedTuple):
     """The attainment (0..1) and the GPU-hours of one ``setting`` of a policy."""
 
     attainment: float
@@ -31,21 +31,21 @@ class Point(NamedTuple):
     setting: str = ""
 
 
-def front(points: Sequence[Point]) -> tuple[Point, ...]:
+def front(points: Sequence[AttainmentPoint]) -> tuple[AttainmentPoint, ...]:
     """The Pareto front, the cheapest point first."""
-    best: list[Point] = []
+    best: list[AttainmentPoint] = []
     for point in sorted(points, key=lambda each: (each.gpu_hours, -each.attainment)):
         if not best or point.attainment > best[-1].attainment:
             best.append(point)
     return tuple(best)
 
 
-def hours_at(points: Sequence[Point], attainment: float) -> float | None:
+def hours_at(points: Sequence[AttainmentPoint], attainment: float) -> float | None:
     """The fewest GPU-hours for ``attainment``, on the lines between points; ``None`` if none attains it."""
     return mixed_hours([points], attainment)
 
 
-def mixed_hours(by_seed: Collection[Sequence[Point]], attainment: float) -> float | None:
+def mixed_hours(by_seed: Collection[Sequence[AttainmentPoint]], attainment: float) -> float | None:
     """The fewest mean GPU-hours with a mean of ``attainment``, from any mix of the points of each seed.
 
     ``None`` where no mix attains it. By duality it is the most, over prices of attainment, of what the
@@ -70,10 +70,10 @@ def mixed_hours(by_seed: Collection[Sequence[Point]], attainment: float) -> floa
     )
 
 
-def averaged(by_seed: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
+def averaged(by_seed: Mapping[int, Sequence[AttainmentPoint]]) -> tuple[AttainmentPoint, ...]:
     """The mean of each setting over the seeds, which have the same settings in the same order."""
     return tuple(
-        Point(
+        AttainmentPoint(
             fmean(point.attainment for point in same),
             fmean(point.gpu_hours for point in same),
             same[0].setting,
@@ -98,7 +98,7 @@ class Regret(msgspec.Struct, frozen=True, kw_only=True):
     integrality_s: float
 
 
-def split(policy_s: float, optimum_s: float, problem: Problem) -> Regret:
+def split(policy_s: float, optimum_s: float, problem: ProvisioningProblem) -> Regret:
     """The regret of a run of ``policy_s`` replica-seconds, where the optimum takes ``optimum_s``.
 
     Raises :class:`policy.errors.TargetError` where no plan can serve enough.
@@ -143,7 +143,7 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     recovery_s: float
     failed: float
     regret: Regret | None
-    front: tuple[Point, ...]
+    front: tuple[AttainmentPoint, ...]
 
 
 class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,11 +172,11 @@ class RankingTable(NamedTuple):
     standings: tuple[Ranking, ...]
 
 
-def rank(results: Sequence[TrialResult]) -> RankingTable:
+def rank(results: Sequence[PolicyTrialResult]) -> RankingTable:
     """The table of all ``results``."""
     oracles, standings = [], []
     for lead_s in dict.fromkeys(result.trial.lead_s for result in results):
-        by_name: dict[str, list[TrialResult]] = {}
+        by_name: dict[str, list[PolicyTrialResult]] = {}
         for result in results:
             if result.trial.lead_s == lead_s:
                 by_name.setdefault(result.trial.name, []).append(result)
@@ -192,7 +192,9 @@ def rank(results: Sequence[TrialResult]) -> RankingTable:
     return RankingTable(tuple(oracles), tuple(standings))
 
 
-def _oracle(plans: Sequence[TrialResult], known: Mapping[int, Sequence[Point]]) -> OracleCosts:
+def _oracle(
+    plans: Sequence[PolicyTrialResult], known: Mapping[int, Sequence[AttainmentPoint]]
+) -> OracleCosts:
     """The offline optimum of all ``known`` runs, by seed, the ``plans`` among them."""
     setup = plans[0].trial.setup
     most = fmean(max(points).attainment for points in known.values())
@@ -213,7 +215,7 @@ def _oracle(plans: Sequence[TrialResult], known: Mapping[int, Sequence[Point]]) 
     )
 
 
-def _capacity(plans: Sequence[TrialResult], target: float) -> float:
+def _capacity(plans: Sequence[PolicyTrialResult], target: float) -> float:
     by_seed: dict[int, list[tuple[Score, float]]] = {}
     for plan in plans:
         if plan.mu is not None:
@@ -230,8 +232,8 @@ def _capacity(plans: Sequence[TrialResult], target: float) -> float:
 
 
 def _standing(
-    mine: Sequence[TrialResult],
-    known: Mapping[int, Sequence[Point]],
+    mine: Sequence[PolicyTrialResult],
+    known: Mapping[int, Sequence[AttainmentPoint]],
     oracle: OracleCosts,
     ours: float | None,
 ) -> Ranking:
@@ -271,7 +273,7 @@ def _standing(
     )
 
 
-def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> Regret:
+def _regret(mine: Sequence[PolicyTrialResult], hours: float, oracle: OracleCosts) -> Regret:
     """The mean over the seeds."""
     parts = []
     for trial in {result.trial.seed: result.trial for result in mine}.values():
@@ -283,9 +285,9 @@ def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> R
     return Regret(**{field: fmean(getattr(part, field) for part in parts) for field in fields})
 
 
-def _points(results: Sequence[TrialResult]) -> dict[int, list[Point]]:
-    found: dict[int, list[Point]] = {}
+def _points(results: Sequence[PolicyTrialResult]) -> dict[int, list[AttainmentPoint]]:
+    found: dict[int, list[AttainmentPoint]] = {}
     for result in results:
-        point = Point(result.score.attainment, result.score.gpu_hours, result.trial.setting)
+        point = AttainmentPoint(result.score.attainment, result.score.gpu_hours, result.trial.setting)
         found.setdefault(result.trial.seed, []).append(point)
     return found

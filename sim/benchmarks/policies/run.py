@@ -10,11 +10,11 @@ from multiprocessing import get_context
 
 from policy.config.control import Choice
 from policy.scaling.policies.registry import choose, make
-from sim.benchmarks.policies.benchmark_setup import MODEL, MOST, Setup
+from sim.benchmarks.policies.benchmark_setup import MODEL, MOST, PolicyBenchmarkSetup
 from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
-from sim.oracle.clairvoyant import Clairvoyant, Plan
+from sim.oracle.clairvoyant import ClairvoyantPolicy, ReplicaCountPlan
 from sim.oracle.provisioning_problem import bin_arrivals
-from sim.oracle.replica_schedule_search import Judged, search
+from sim.oracle.replica_schedule_search import ScheduleEvaluation, search
 from sim.results.evaluation_metrics import Score, score
 from sim.simulator.run import simulate
 from sim.simulator.run_record import HOUR_S
@@ -27,13 +27,13 @@ UNHELD = {"hold_s": 0.1, "max_step_up": 100, "max_step_down": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PolicyTrial:
     """``choice`` on ``factor`` times the load drawn with ``seed``, or a search of ``searched`` plans.
 
     The search begins at the capacity ``start_mu`` of a replica. ``setting`` is unique within one policy.
     """
 
-    setup: Setup
+    setup: PolicyBenchmarkSetup
     factor: float
     lead_s: float
     seed: int
@@ -45,33 +45,37 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialResult:
+class PolicyTrialResult:
     """A run of a trial; for a plan also the lower bound, and the ``mu`` of a fluid plan."""
 
-    trial: Trial
+    trial: PolicyTrial
     score: Score
     lower_hours: float = 0.0
     mu: float | None = None
 
 
 def trials(
-    setup: Setup,
+    setup: PolicyBenchmarkSetup,
     size: ReplicaSize,
     names: Sequence[str],
     *,
     leads_s: Sequence[float],
     seeds: Sequence[int],
     each: int = 1,
-) -> list[Trial]:
+) -> list[PolicyTrial]:
     """The plans, and each policy of ``names`` at every ``each``-th setting, by start-up time and seed."""
     found = []
     for lead_s in leads_s:
         for seed in seeds:
             runs = max(LEAST_SEARCHED, SEARCHED // each)
-            found.append(Trial(setup, size.factor, lead_s, seed, PLAN, "", start_mu=size.mu, searched=runs))
+            found.append(
+                PolicyTrial(setup, size.factor, lead_s, seed, PLAN, "", start_mu=size.mu, searched=runs)
+            )
             for name in names:
                 for choice in parameter_steps(name, size, each):
-                    found.append(Trial(setup, size.factor, lead_s, seed, name, describe(choice), choice))
+                    found.append(
+                        PolicyTrial(setup, size.factor, lead_s, seed, name, describe(choice), choice)
+                    )
     return found
 
 
@@ -89,7 +93,7 @@ def describe(choice: Choice) -> str:
     )
 
 
-def run_trial(trial: Trial) -> list[TrialResult]:
+def run_trial(trial: PolicyTrial) -> list[PolicyTrialResult]:
     """Run ``trial``; the same trial gives the same results: one, or those of all plans of a search."""
     if trial.searched:
         return _search(trial)
@@ -97,10 +101,10 @@ def run_trial(trial: Trial) -> list[TrialResult]:
     arrivals = setup.arrivals(trial.factor, trial.seed)
     policy = make(choose("policy", trial.choice))
     record = simulate(setup.deployment(trial.lead_s), {MODEL: policy}, arrivals, seed=trial.seed)
-    return [TrialResult(trial, score(record, MODEL, setup.stretch, setup.attainment))]
+    return [PolicyTrialResult(trial, score(record, MODEL, setup.stretch, setup.attainment))]
 
 
-def _search(trial: Trial) -> list[TrialResult]:
+def _search(trial: PolicyTrial) -> list[PolicyTrialResult]:
     setup, stretch = trial.setup, trial.setup.stretch
     arrivals = setup.arrivals(trial.factor, trial.seed)
     document = setup.deployment(trial.lead_s, UNHELD)
@@ -108,25 +112,25 @@ def _search(trial: Trial) -> list[TrialResult]:
     lower_hours = setup.bound(arrivals, trial.lead_s, since=stretch.since) / HOUR_S
     scores: list[Score] = []
 
-    def run(plan: Plan) -> Judged:
-        record = simulate(document, {MODEL: Clairvoyant(plan)}, arrivals, seed=trial.seed)
+    def run(plan: ReplicaCountPlan) -> ScheduleEvaluation:
+        record = simulate(document, {MODEL: ClairvoyantPolicy(plan)}, arrivals, seed=trial.seed)
         scores.append(score(record, MODEL, stretch, setup.attainment))
         requests = record.requests[MODEL]
         missed = bin_arrivals(requests.at[~requests.met], problem.bin_s, 0.0, stretch.until)
-        return Judged(missed, scores[-1].attainment, scores[-1].gpu_hours * HOUR_S)
+        return ScheduleEvaluation(missed, scores[-1].attainment, scores[-1].gpu_hours * HOUR_S)
 
     found = search(problem, run, trial.searched, int(stretch.since // problem.bin_s))
     return [
-        TrialResult(replace(trial, setting=f"plan {number}"), each, lower_hours, schedule.mu)
+        PolicyTrialResult(replace(trial, setting=f"plan {number}"), each, lower_hours, schedule.mu)
         for number, (schedule, each) in enumerate(zip(found, scores, strict=True), 1)
     ]
 
 
 def run_all(
-    field: Sequence[Trial],
+    field: Sequence[PolicyTrial],
     processes: int | None = None,
-    ended: Callable[[list[TrialResult]], None] = lambda results: None,
-) -> list[TrialResult]:
+    ended: Callable[[list[PolicyTrialResult]], None] = lambda results: None,
+) -> list[PolicyTrialResult]:
     """Run all of them, in the order of ``field``; ``ended`` gets the results of each trial as it ends.
 
     Searches are begun first, as they take longest.

@@ -18,12 +18,12 @@ from policy.engine.builtin_profiles import profile
 from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.static import Static
 from policy.scaling.policies.token_saturation import TokenSaturation
-from sim.benchmarks.policies.benchmark_setup import MODE, MODEL, MOST, Setup
+from sim.benchmarks.policies.benchmark_setup import MODE, MODEL, MOST, PolicyBenchmarkSetup
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.replica_capacity import attained_rate
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Outcome
-from sim.workload.per_model_load import ModelNames, survey
+from sim.simulator.run_record import RequestOutcome
+from sim.workload.per_model_load import ModelNames, trace_load
 
 # Targets as fractions of what a replica shows at its capacity.
 PARTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15)
@@ -43,7 +43,7 @@ CAREFUL_TO_THRIFTY: tuple[dict[str, float], ...] = (
 )
 
 
-class Full(msgspec.Struct, frozen=True, kw_only=True):
+class SaturatedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """One replica at its capacity: ``at_once`` requests running or waiting on average, ``kv_used`` (0..1) of
     its KV cache in use. Static counts are swept from ``least`` to ``most``.
     """
@@ -54,7 +54,7 @@ class Full(msgspec.Struct, frozen=True, kw_only=True):
     most: int
 
 
-def ladder(name: str, full: Full) -> tuple[Choice, ...]:
+def ladder(name: str, full: SaturatedReplica) -> tuple[Choice, ...]:
     """The settings of the built-in policy ``name``, from careful to thrifty; raises :class:`KeyError`."""
     counts = np.unique(np.linspace(full.least, full.most, len(PARTS)).round().astype(int))
     concurrency = [part * full.at_once for part in PARTS]
@@ -92,14 +92,14 @@ class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
 
     mu: float
     factor: float
-    full: Full
+    full: SaturatedReplica
 
 
-def size_of(setup: Setup, lead_s: float) -> ReplicaSize:
+def size_of(setup: PolicyBenchmarkSetup, lead_s: float) -> ReplicaSize:
     """The size at a start-up time of ``lead_s``. Raises :class:`ValueError` where no rate attains the SLO."""
     arrivals = setup.arrivals(1.0, SEED)
     document = setup.deployment(lead_s)
-    load = survey(arrivals, ModelNames([MODEL])).loads[MODEL]
+    load = trace_load(arrivals, ModelNames([MODEL])).loads[MODEL]
     spec = document.models[0]
     mu = attained_rate(document, spec, MODE, arrivals=lambda: arrivals, load=load, seed=SEED)
 
@@ -117,7 +117,9 @@ def size_of(setup: Setup, lead_s: float) -> ReplicaSize:
     return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(setup, lead_s, mu, (low, mean(low)), SEED))
 
 
-def _full(setup: Setup, lead_s: float, mu: float, sized: tuple[float, float], seed: int) -> Full:
+def _full(
+    setup: PolicyBenchmarkSetup, lead_s: float, mu: float, sized: tuple[float, float], seed: int
+) -> SaturatedReplica:
     """The state of replicas at their capacity, on as many of the same requests.
 
     ``sized`` are the factor of the load and the replicas that the plan has for it.
@@ -129,13 +131,13 @@ def _full(setup: Setup, lead_s: float, mu: float, sized: tuple[float, float], se
     fixed = {MODEL: Static(replicas=count)}
     record = simulate(setup.deployment(lead_s), fixed, arrivals, seed=seed)
     requests = record.requests[MODEL]
-    served = requests.outcome == Outcome.SERVED
+    served = requests.outcome == RequestOutcome.SERVED
     # By Little's law: each is there for so long, and holds on average its prompt and half of its answer.
     there_s = requests.e2e_s[served] - requests.queued_s[served]
     tokens = requests.input_tokens[served] + requests.output_tokens[served] / 2
     limits = profile(setup.profile).limits(1)
     replica_s = count * record.ends_at
-    return Full(
+    return SaturatedReplica(
         at_once=float(requests.e2e_s[served].sum()) / replica_s,
         kv_used=min(1.0, float((there_s * tokens).sum()) / replica_s / limits.kv_tokens),
         least=max(1, round(LEAST * planned)),

@@ -45,7 +45,7 @@ class Ramp(Section, frozen=True):
         return 1.0 + (self.factor - 1.0) * _between((at - self.from_s) / self.rise_s)
 
 
-class Flash(Section, frozen=True):
+class FlashCrowd(Section, frozen=True):
     """A flash crowd: ``factor`` times the rate for ``hold_s`` from ``at_s``, with a rise and a fall."""
 
     at_s: _Instant
@@ -73,7 +73,7 @@ class RateShape(Section, frozen=True):
     cv: Annotated[float, Meta(ge=0, le=20)] = 1.0
     diurnal: Diurnal | None = None
     ramp: Ramp | None = None
-    flashes: tuple[Flash, ...] = ()
+    flashes: tuple[FlashCrowd, ...] = ()
 
     def at(self, at: float) -> float:
         """The rate at the instant ``at``, per second."""

@@ -17,8 +17,8 @@ from sim.arrivals import Arrival
 from sim.workload.generators.agents import Agents, AgentSessions, check_agents
 from sim.workload.generators.arrivals import RateShape, arrival_times
 from sim.workload.generators.request_distributions import (
+    AdapterPopularity,
     Length,
-    Popularity,
     check_length,
     geometric,
     sample_adapter,
@@ -140,7 +140,7 @@ class GeneratedWorkload(Section, frozen=True):
     arrivals: RateShape
     input_tokens: Length
     output_tokens: Length
-    adapters: Popularity | None = None
+    adapters: AdapterPopularity | None = None
     conversations: Conversations | None = None
     agents: Agents | None = None
 

@@ -27,7 +27,7 @@ def geometric(rng: random.Random, mean: float) -> int:
     return 1 + int(rng.expovariate(1.0 / (mean - 0.5))) if mean > 1 else 1
 
 
-class Popularity(Section, frozen=True):
+class AdapterPopularity(Section, frozen=True):
     """Adapters by Zipf's law: the k-th has weight ``k ** -exponent``.
 
     They are ``names``, or ``count`` adapters named ``adapter-1`` and so on. ``share`` is the fraction of
@@ -40,7 +40,7 @@ class Popularity(Section, frozen=True):
     share: Fraction = 1.0
 
 
-def sample_adapter(popularity: Popularity | None, rng: random.Random) -> Callable[[], str]:
+def sample_adapter(popularity: AdapterPopularity | None, rng: random.Random) -> Callable[[], str]:
     """A function that draws the adapter of each request; empty for the base model."""
     if popularity is None:
         return lambda: ""
@@ -61,7 +61,7 @@ _Z99 = NormalDist().inv_cdf(0.99)
 _SAMPLE = 65_536
 
 
-class Lengths(Section, frozen=True):
+class LengthDistribution(Section, frozen=True):
     """Lognormal with median ``p50`` and ``p99``, or sampled from the trace at a path.
 
     No length exceeds ``max``.
@@ -73,7 +73,7 @@ class Lengths(Section, frozen=True):
     max: Tokens = MAX_TOKENS
 
 
-Length = Tokens | Lengths
+Length = Tokens | LengthDistribution
 
 
 def check_length(path: str, length: Length) -> None:

@@ -22,7 +22,7 @@ from sim.workload.traces.formats import (
     read_mooncake,
     read_servegen,
 )
-from sim.workload.traces.record_readers import Lines, Objects, Table, cells
+from sim.workload.traces.record_readers import JsonLinesReader, LineReader, TableReader, cells
 
 
 class OpenTrace(Iterator[Arrival]):
@@ -31,7 +31,7 @@ class OpenTrace(Iterator[Arrival]):
     ``taken`` counts the requests so far, ``skipped`` the failed ones that were left out.
     """
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: LineReader) -> None:
         self.taken = self.skipped = 0
         self._lines = lines
         # A truncated number is still valid; a truncated object is not.
@@ -56,7 +56,7 @@ class OpenTrace(Iterator[Arrival]):
             )
         return notes
 
-    def _detected(self, lines: Lines) -> tuple[str, Iterator[Arrival]]:
+    def _detected(self, lines: LineReader) -> tuple[str, Iterator[Arrival]]:
         first = next(lines, None)
         if first is None:
             raise lines.refused("", "a trace that is not empty")
@@ -73,7 +73,7 @@ class OpenTrace(Iterator[Arrival]):
         if len(set(header)) < len(header):
             raise lines.refused(first, "columns with different names")
         self._ends_in_number = header[-1] in kind.columns
-        return kind.name, kind.read(Table(lines, header), self._skip)
+        return kind.name, kind.read(TableReader(lines, header), self._skip)
 
     def _skip(self) -> None:
         self.skipped += 1
@@ -87,7 +87,7 @@ def open_trace(path: Path) -> OpenTrace:
     """
     if path.exists() and not path.is_file():
         raise ConfigError(str(path), "no regular file", "a file on a disk: a trace is read several times")
-    trace = OpenTrace(Lines(path))
+    trace = OpenTrace(LineReader(path))
     if (traces := _opened.get()) is not None:
         traces.append(trace)
     return trace
@@ -115,7 +115,7 @@ _opened: ContextVar[list[OpenTrace] | None] = ContextVar("_opened", default=None
 class _TableKind(NamedTuple):
     name: str
     columns: tuple[str, ...]
-    read: Callable[[Table, Callable[[], None]], Iterator[Arrival]]
+    read: Callable[[TableReader, Callable[[], None]], Iterator[Arrival]]
 
 
 _TABLES = (
@@ -125,13 +125,13 @@ _TABLES = (
 )
 
 
-def _of_objects(lines: Lines, first: str) -> tuple[str, Iterator[Arrival]]:
-    keys: dict[str, Any] = Objects(lines, dict[str, Any]).decoded(first)
+def _of_objects(lines: LineReader, first: str) -> tuple[str, Iterator[Arrival]]:
+    keys: dict[str, Any] = JsonLinesReader(lines, dict[str, Any]).decoded(first)
     if "tidegate" in keys:
-        Objects(lines, CaptureHeader).decoded(first)
-        return "capture", read_capture(Objects(lines, CaptureLine))
+        JsonLinesReader(lines, CaptureHeader).decoded(first)
+        return "capture", read_capture(JsonLinesReader(lines, CaptureLine))
     if keys.keys() & set(MooncakeLine.__struct_fields__):
-        return "mooncake", read_mooncake(Objects(lines, MooncakeLine, first))
+        return "mooncake", read_mooncake(JsonLinesReader(lines, MooncakeLine, first))
     if "models" in keys:
         raise lines.refused("a deployment file", "a trace or a workload")
     known = (

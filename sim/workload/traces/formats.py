@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from policy.wire.capture import CaptureLine, Hash, Tokens
 from sim.arrivals import Arrival
-from sim.workload.traces.record_readers import Elapsed, Objects, Table
+from sim.workload.traces.record_readers import ElapsedSeconds, JsonLinesReader, TableReader
 
 # github.com/Azure/AzurePublicDataset, 2023 and 2024.
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -31,9 +31,9 @@ _NS = 1_000_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def read_azure(table: Table) -> Iterator[Arrival]:
+def read_azure(table: TableReader) -> Iterator[Arrival]:
     """The requests; Azure's all have input and output."""
-    elapsed: Elapsed[int] = Elapsed(table.lines, _NS)
+    elapsed: ElapsedSeconds[int] = ElapsedSeconds(table.lines, _NS)
     for row in table:
         text = row[table.at["TIMESTAMP"]]
         instant = _nanoseconds(text)
@@ -71,12 +71,12 @@ BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 _SESSION = "Session ID"
 
 
-def read_burstgpt(table: Table, skipped: Callable[[], None]) -> Iterator[Arrival]:
+def read_burstgpt(table: TableReader, skipped: Callable[[], None]) -> Iterator[Arrival]:
     """The answered requests; ``skipped`` is called for each without response tokens, which failed.
 
     The first instant is that of the first request, failed or not.
     """
-    elapsed: Elapsed[float] = Elapsed(table.lines, 1)
+    elapsed: ElapsedSeconds[float] = ElapsedSeconds(table.lines, 1)
     for row in table:
         at = elapsed.since(table.number(row, "Timestamp"), row[table.at["Timestamp"]])
         output = table.tokens(row, "Response tokens", least=0)
@@ -102,9 +102,9 @@ def _session(name: str) -> int:
 SERVEGEN_COLUMNS = ("timestamp", "input_tokens", "output_tokens")
 
 
-def read_servegen(table: Table) -> Iterator[Arrival]:
+def read_servegen(table: TableReader) -> Iterator[Arrival]:
     """The requests of a workload that ServeGen saved as CSV."""
-    elapsed: Elapsed[float] = Elapsed(table.lines, 1)
+    elapsed: ElapsedSeconds[float] = ElapsedSeconds(table.lines, 1)
     for row in table:
         yield Arrival(
             at=elapsed.since(table.number(row, "timestamp"), row[table.at["timestamp"]]),
@@ -125,9 +125,9 @@ class MooncakeLine(msgspec.Struct, frozen=True):
     hash_ids: tuple[Hash, ...] = ()
 
 
-def read_mooncake(objects: Objects[MooncakeLine]) -> Iterator[Arrival]:
+def read_mooncake(objects: JsonLinesReader[MooncakeLine]) -> Iterator[Arrival]:
     """The requests; more blocks than the tokens fill are an error."""
-    elapsed: Elapsed[float] = Elapsed(objects.lines, 1000)
+    elapsed: ElapsedSeconds[float] = ElapsedSeconds(objects.lines, 1000)
     for line in objects:
         yield Arrival(
             at=elapsed.since(line.timestamp, line.timestamp),
@@ -137,9 +137,9 @@ def read_mooncake(objects: Objects[MooncakeLine]) -> Iterator[Arrival]:
         )
 
 
-def read_capture(objects: Objects[CaptureLine]) -> Iterator[Arrival]:
+def read_capture(objects: JsonLinesReader[CaptureLine]) -> Iterator[Arrival]:
     """The requests below the header of a capture."""
-    elapsed: Elapsed[float] = Elapsed(objects.lines, 1)
+    elapsed: ElapsedSeconds[float] = ElapsedSeconds(objects.lines, 1)
     for line in objects:
         at, blocks = elapsed.since(line.at, line.at), objects.blocks(line.blocks, line.input_tokens)
         yield Arrival(*msgspec.structs.astuple(line))._replace(at=at, blocks=blocks)

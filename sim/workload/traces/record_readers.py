@@ -25,7 +25,7 @@ _SHOWN = 80
 _PACKED = b"\x1f\x8b"
 
 
-class Lines:
+class LineReader:
     """The lines of the text file at ``path``, plain or gzip, without line ends.
 
     ``number`` is that of the line read last, from 1; ``unended`` says that it has no line end although others
@@ -99,13 +99,13 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in row]
 
 
-class Table:
+class TableReader:
     """The rows below ``header`` as cells; ``at`` is the index of each column.
 
     Raises :class:`policy.errors.TraceError` for a row with another number of cells.
     """
 
-    def __init__(self, lines: Lines, header: list[str]) -> None:
+    def __init__(self, lines: LineReader, header: list[str]) -> None:
         self.lines = lines
         self.at: Mapping[str, int] = {name: i for i, name in enumerate(header)}
         self._header = header
@@ -139,10 +139,10 @@ T = TypeVar("T")
 Instant = TypeVar("Instant", int, float)
 
 
-class Objects(Generic[T]):
+class JsonLinesReader(Generic[T]):
     """Each line as a ``kind``; raises :class:`policy.errors.TraceError` for an invalid one."""
 
-    def __init__(self, lines: Lines, kind: type[T], first: str | None = None) -> None:
+    def __init__(self, lines: LineReader, kind: type[T], first: str | None = None) -> None:
         self.lines = lines
         self._decoder = msgspec.json.Decoder(kind)
         self._first = first
@@ -168,14 +168,14 @@ class Objects(Generic[T]):
         return hashes
 
 
-class Elapsed(Generic[Instant]):
+class ElapsedSeconds(Generic[Instant]):
     """Seconds since the first instant; ``per_s`` units make a second.
 
     Raises :class:`policy.errors.TraceError` for a decreasing instant. Integer units stay exact: rounding
     never reorders two instants.
     """
 
-    def __init__(self, lines: Lines, per_s: int) -> None:
+    def __init__(self, lines: LineReader, per_s: int) -> None:
         self._lines = lines
         self._per_s = per_s
         self._first: Instant | None = None

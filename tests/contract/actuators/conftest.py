@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from policy.config.deployment import Cluster, Deployment
-from policy.wire.heartbeat import Heartbeat, Orders
+from policy.wire.heartbeat import Heartbeat, HeartbeatResponse
 from serve.actuator.interface import Actuator
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.actuator.local import LocalActuator
@@ -53,7 +53,9 @@ def ray_joined(ray_site: RayHead) -> Iterator[tuple[str, str]]:
 class ReportingActuator(KubernetesActuator):
     """Sends heartbeats as a controller process has it do."""
 
-    def __init__(self, state: StateDir, deployment: Deployment, take: Callable[[Heartbeat], Orders | None]):
+    def __init__(
+        self, state: StateDir, deployment: Deployment, take: Callable[[Heartbeat], HeartbeatResponse | None]
+    ):
         super().__init__(state, deployment.models)
         self._reporting = asyncio.create_task(self.report(take, every_s=0.02))
 

@@ -16,7 +16,7 @@ from policy.config.deployment import Deployment
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.heartbeat import Heartbeat, Orders
+from policy.wire.heartbeat import Heartbeat, HeartbeatResponse
 from serve.actuator.interface import Actuator
 from tests.serve.memory_actuator import MemoryCluster
 
@@ -39,7 +39,7 @@ class Backend:
     models: tuple[dict[str, Any], ...] = ()
     has_processes: bool = True
     numbered: bool = False
-    receive: Callable[[Replica], Orders | None] = lambda replica: None
+    receive: Callable[[Replica], HeartbeatResponse | None] = lambda replica: None
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Site(Generic[ActuatorT]):
         self.actuator = self.make()
         self.backend.receive = self.receive
 
-    def receive(self, replica: Replica) -> Orders | None:
+    def receive(self, replica: Replica) -> HeartbeatResponse | None:
         seen = self.phases.setdefault(replica.id, [])
         if not seen or seen[-1] is not replica.state:
             seen.append(replica.state)
@@ -69,8 +69,8 @@ class Site(Generic[ActuatorT]):
             del self.replicas[replica.id]
         return self.orders(replica)
 
-    def orders(self, replica: Replica) -> Orders | None:
-        return Orders(leave=self.leaving[replica.id]) if replica.id in self.leaving else None
+    def orders(self, replica: Replica) -> HeartbeatResponse | None:
+        return HeartbeatResponse(leave=self.leaving[replica.id]) if replica.id in self.leaving else None
 
     def layer(self, key: LayerKey, *phases: ReplicaPhase) -> dict[str, int]:
         """The process ids of a layer's replicas in one of ``phases``, or in any, by replica id."""

@@ -15,8 +15,8 @@ from policy.config.engine_revision import digest
 from policy.errors import ActuatorFailed
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaPhase
-from policy.wire.heartbeat import Orders
-from serve.actuator.interface import Held
+from policy.wire.heartbeat import HeartbeatResponse
+from serve.actuator.interface import ActuatorLayer
 from serve.actuator.shared_gpu_actuator import SharedGpuActuator
 from serve.host.gpu_locks import open_lock, try_lock
 from store.state_dir import StateDir
@@ -44,8 +44,8 @@ def sharing(controller: str, seed: int = 0) -> Deployment:
 class GroupSite(Site[SharedGpuActuator]):
     """A site whose heartbeats are answered with the engines that are to be awake."""
 
-    def orders(self, replica: Replica) -> Orders:
-        return Orders(gpus=self.actuator.order(replica))
+    def orders(self, replica: Replica) -> HeartbeatResponse:
+        return HeartbeatResponse(gpus=self.actuator.order(replica))
 
     def of(self, key: LayerKey) -> list[Replica]:
         return [replica for replica in list(self.replicas.values()) if LayerKey.of(replica) == key]
@@ -83,7 +83,7 @@ async def site(backend: Backend, tmp_path: Path) -> AsyncIterator[GroupSite]:
     await site.end()
 
 
-def summary(layers: Mapping[LayerKey, Held]) -> dict[LayerKey, tuple[int, str, bool]]:
+def summary(layers: Mapping[LayerKey, ActuatorLayer]) -> dict[LayerKey, tuple[int, str, bool]]:
     return {key: (held.wanted, held.digest, held.sleeps) for key, held in layers.items()}
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from gateway.accounting.access_snapshot_writer import AccessSnapshotFile
+from gateway.accounting.access_snapshot_writer import AccessSnapshotWriter
 from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.app import build_app
 from gateway.accounting.database_access import DatabaseAccess
-from gateway.accounting.deployment_file_snapshot import DeclaredAccess
+from gateway.accounting.deployment_file_snapshot import DeploymentFileReader
 from policy.wire.access_snapshot import SnapshotLine
 from policy.wire.accounting_api import ACTOR_HEADER, ROLE_HEADER
 from store.state_dir import StateDir
@@ -31,10 +31,10 @@ class AccountingSite:
     def __init__(self, root: Path, url: str, clock: Clock) -> None:
         self.state = StateDir(root).ensure()
         self.state.save(self.state.deployment_path, DOCUMENT | {"store": url})
-        declared = DeclaredAccess(self.state)
+        declared = DeploymentFileReader(self.state)
         self.database = DatabaseAccess(lambda: declared.get().database)
         self.access = AccessDatabase(self.database, declared, clock)
-        self.snapshot = AccessSnapshotFile(self.access, self.state)
+        self.snapshot = AccessSnapshotWriter(self.access, self.state)
         self.access.on_change = self.snapshot.update
         self._http = httpx.AsyncClient(
             transport=httpx.ASGITransport(build_app(self.access)),

@@ -11,15 +11,15 @@ import pytest
 from gateway.accounting.budgets import Budgets, SpentBudgets
 from gateway.accounting.ledger_writer import LedgerWriter
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
-from gateway.intake.usage_journal import Charge, UsageJournal
-from gateway.protocol.usage import Usage
-from gateway.telemetry.structured_log import Log
+from gateway.intake.usage_journal import UsageCharge, UsageJournal
+from gateway.protocol.usage import TokenUsage
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.tenancy import TokenPrice
 from policy.hashing import hash_name
 from policy.tenancy.price import rates_of
 from policy.wire.accounting_api import TENANTS, USAGE
 from store.tenancy import ledger
-from store.tenancy.ledger import Counts, LedgerKey
+from store.tenancy.ledger import LedgerKey, UsageTotals
 from tests.clock import Clock
 from tests.gateway.accounting.site import AccountingSite
 
@@ -30,7 +30,7 @@ async def test_a_host_knows_what_others_spent_and_counts_its_own_once(tmp_path: 
     clock = Clock(time.time())
     site = AccountingSite(tmp_path, f"sqlite:///{tmp_path / 't.db'}", clock)
     await site.ask("POST", TENANTS, {"name": "t", "max_budget": 1.0, "budget_duration": "1d"})
-    journal = UsageJournal(tmp_path / "usage", Log(0, StringIO()))
+    journal = UsageJournal(tmp_path / "usage", StructuredLog(0, StringIO()))
     budgets = Budgets(site.access)
     writer = LedgerWriter(site.database.get, tmp_path / "usage", "here", budgets=budgets.of)
     limits = SharedLimits(tmp_path / "limits", ACCOUNTING)
@@ -39,9 +39,9 @@ async def test_a_host_knows_what_others_spent_and_counts_its_own_once(tmp_path: 
     slot = worker.open(hash_name("tenant t"), counts=True)
 
     def spend(tokens: int) -> None:
-        charge = Charge(journal, "t", "", "m", "", RATES, 0)
+        charge = UsageCharge(journal, "t", "", "m", "", RATES, 0)
         charge.begin()
-        charge.end(Usage(0, 0, tokens))
+        charge.end(TokenUsage(0, 0, tokens))
         slot.spent += charge.cost_nano
         slot.asked_at = time.monotonic_ns()
         worker.write(slot)
@@ -63,7 +63,7 @@ async def test_a_host_knows_what_others_spent_and_counts_its_own_once(tmp_path: 
         spent.publish()
 
     with site.database.get().writing() as connection:
-        elsewhere = Counts()
+        elsewhere = UsageTotals()
         elsewhere.cost_nano = 7000
         ledger.add(
             connection, {LedgerKey(time.strftime("%Y-%m-%d", time.gmtime()), "t", "", "m", ""): elsewhere}

@@ -9,7 +9,7 @@ from policy.signals.energy_attribution import BASE, IDLE, OTHERS
 from policy.wire.metric_definitions import Samples
 from store.database import Database
 from store.tenancy import ledger
-from store.tenancy.ledger import Counts, LedgerKey
+from store.tenancy.ledger import LedgerKey, UsageTotals
 
 
 def samples(**by_adapter: tuple[float, float]) -> Samples:
@@ -20,8 +20,8 @@ def samples(**by_adapter: tuple[float, float]) -> Samples:
     }
 
 
-def used(prompt: int, cached: int, output: int) -> Counts:
-    counts = Counts()
+def used(prompt: int, cached: int, output: int) -> UsageTotals:
+    counts = UsageTotals()
     counts.requests, counts.prompt_tokens, counts.cached_tokens, counts.output_tokens = (
         1,
         prompt,
@@ -40,7 +40,7 @@ def test_a_token_costs_what_all_of_its_model_and_adapter_did(tmp_path: Path) -> 
         with database.reading() as connection:
             return {row["adapter"]: row["joules"] for row in ledger.usage(connection, ["adapter"])}
 
-    def pass_on(more: dict[LedgerKey, Counts], **by_adapter: tuple[float, float]) -> None:
+    def pass_on(more: dict[LedgerKey, UsageTotals], **by_adapter: tuple[float, float]) -> None:
         shares.added(more)
         shares.attribute(totals_of(samples(**by_adapter)))
 

@@ -20,15 +20,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import Connection, func, select
 
 from gateway.accounting.ledger_writer import LedgerWriter
-from gateway.intake.usage_journal import Charge, UsageJournal
-from gateway.protocol.usage import Usage
-from gateway.telemetry.structured_log import Log
+from gateway.intake.usage_journal import UsageCharge, UsageJournal
+from gateway.protocol.usage import TokenUsage
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.tenancy import TokenPrice
 from policy.errors import Unreachable
 from policy.tenancy.price import rates_of
 from store.database import Database
 from store.tenancy import ledger, spending
-from store.tenancy.spending import Budget
+from store.tenancy.spending import SpendBudget
 from store.tenancy.tables import ledger_segments
 
 RATES = rates_of(TokenPrice(input=2.0, cached_input=0.5, output=8.0))
@@ -88,7 +88,7 @@ class FaultyDatabase:
 class Stream:
     """A charge, the events of it that are relayed, and those of them that the engine's last report counts."""
 
-    charge: Charge
+    charge: UsageCharge
     events: int = 0
     reported: int = 0
 
@@ -99,7 +99,7 @@ class Stream:
 
 
 def journal(directory: Path, slots: int = 3) -> UsageJournal:
-    return UsageJournal(directory, Log(0, StringIO()), slots)
+    return UsageJournal(directory, StructuredLog(0, StringIO()), slots)
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +135,11 @@ class Ledger(RuleBasedStateMachine):
         )
 
     def allow(
-        self, charge: Charge, counts: tuple[int, int, int], *, estimated: bool, interrupted: bool
+        self, charge: UsageCharge, counts: tuple[int, int, int], *, estimated: bool, interrupted: bool
     ) -> None:
         self.allowed.setdefault(charge.key, set()).add((*counts, estimated, interrupted))
 
-    def end(self, worker: int, stream: Stream, usage: Usage | None) -> None:
+    def end(self, worker: int, stream: Stream, usage: TokenUsage | None) -> None:
         """End a stream; what it has counted is allowed."""
         charge, counts = stream.charge, stream.counts()
         stream.reported = stream.events
@@ -187,7 +187,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 1))
     def a_request_is_committed(self, worker: int) -> None:
         self.number += 1
-        charge = Charge(self.workers[worker], "t", f"k{self.number}", "m", "", RATES, ESTIMATE)
+        charge = UsageCharge(self.workers[worker], "t", f"k{self.number}", "m", "", RATES, ESTIMATE)
         charge.begin()
         self.streams[worker].append(Stream(charge))
 
@@ -218,10 +218,10 @@ class Ledger(RuleBasedStateMachine):
         stream = self.streams[worker][which % len(self.streams[worker])]
         with self.fused(worker, stream, left):
             if final:
-                self.end(worker, stream, Usage(*usage, exact=exact))
+                self.end(worker, stream, TokenUsage(*usage, exact=exact))
             else:
                 stream.reported = max(0, stream.events - late)
-                stream.charge.report(Usage(*usage), stream.reported)
+                stream.charge.report(TokenUsage(*usage), stream.reported)
 
     @rule(worker=st.integers(0, 1), which=st.integers(0, 9), left=st.integers(0, 9))
     def a_client_leaves(self, worker: int, which: int, left: int) -> None:
@@ -288,12 +288,12 @@ def test_a_budget_has_what_was_spent_in_its_period(tmp_path: Path, database_url:
     database = Database(database_url)
     now = int(time.time())
     today = now // 86_400 * 86_400
-    whole_days = [Budget("t", False, "7d", today), Budget("k1", True, "", 0)]
+    whole_days = [SpendBudget("t", False, "7d", today), SpendBudget("k1", True, "", 0)]
     minutes, next_week = (
-        Budget("t", False, "90s", now // 2 * 2 - 1),
-        Budget("t", False, "7d", now + 86_400),
+        SpendBudget("t", False, "90s", now // 2 * 2 - 1),
+        SpendBudget("t", False, "7d", now + 86_400),
     )
-    budgets: list[Budget] = []
+    budgets: list[SpendBudget] = []
     hosts = [
         (
             journal(tmp_path / name),
@@ -304,12 +304,12 @@ def test_a_budget_has_what_was_spent_in_its_period(tmp_path: Path, database_url:
 
     def spend(host: int, tokens: int) -> None:
         workers, writer = hosts[host]
-        charge = Charge(workers, "t", "k1", "m", "", RATES, 0)
+        charge = UsageCharge(workers, "t", "k1", "m", "", RATES, 0)
         charge.begin()
-        charge.end(Usage(0, 0, tokens))
+        charge.end(TokenUsage(0, 0, tokens))
         writer.drain()
 
-    def spent() -> dict[Budget, int]:
+    def spent() -> dict[SpendBudget, int]:
         with database.reading() as connection:
             return spending.read(connection, [*whole_days, minutes, next_week])
 
@@ -333,9 +333,9 @@ def test_what_a_power_failure_destroyed_holds_nothing_up(tmp_path: Path) -> None
     folder = tmp_path / "usage"
     workers = [journal(folder) for _ in range(2)]
     for number, worker in enumerate(workers):
-        charge = Charge(worker, f"t{number}", "k", "m", "", RATES, 0)
+        charge = UsageCharge(worker, f"t{number}", "k", "m", "", RATES, 0)
         charge.begin()
-        charge.end(Usage(1, 0, 1))
+        charge.end(TokenUsage(1, 0, 1))
         worker.close()
     destroyed = min(folder.glob("*.usage"), key=lambda path: b'"t0"' in path.read_bytes())
     kept = destroyed.read_bytes().partition(b'{"tenant"')[0]

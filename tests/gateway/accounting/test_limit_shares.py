@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.accounting.limit_shares import LOOK_EVERY_S, LeaseKeeper
+from gateway.accounting.limit_shares import LOOK_EVERY_S, LimitLeaseKeeper
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.intake.rate_limiter import RateLimiter
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from gateway.protocol.errors import Refused
-from policy.config.tenancy import Access
+from policy.config.tenancy import AccessPolicy
 from policy.errors import Unreachable
 from store.database import Database
 from store.tenancy import limit_leases
@@ -21,7 +21,7 @@ from tests.clock import Clock
 pytestmark = pytest.mark.slow
 
 LIMIT = 600
-WHO = Principal(TenantAccount("web", b""), "key-1", (Access(), Access(rpm_limit=LIMIT)))
+WHO = Principal(TenantAccount("web", b""), "key-1", (AccessPolicy(), AccessPolicy(rpm_limit=LIMIT)))
 
 
 class Host:
@@ -30,7 +30,7 @@ class Host:
         self._database = database
         self.reachable = True
         limits = SharedLimits(root / name, ACCOUNTING, clock)
-        self.keeper = LeaseKeeper(self._get, limits, name, clock)
+        self.keeper = LimitLeaseKeeper(self._get, limits, name, clock)
 
     def _get(self) -> Database:
         if not self.reachable:

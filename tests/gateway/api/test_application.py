@@ -16,11 +16,11 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.application import CLIENT_ROUTERS, client_app
-from gateway.intake.authentication import Tenants
-from gateway.protocol.paths import ROUTES, Route
+from gateway.intake.authentication import TenantDirectory
+from gateway.protocol.paths import ROUTES, ProxyRoute
 from gateway.routing.shared_counters import LOCAL
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.tenancy import Tenant
 from store.key_derivation import digest_of
@@ -34,7 +34,7 @@ class Port:
     """A client port whose hot routes answer with their own path."""
 
     def __init__(self, *more: Any) -> None:
-        tenants = Tenants(b"salt", "own", Metrics().tenants, LOCAL)
+        tenants = TenantDirectory(b"salt", "own", WorkerMetrics().tenants, LOCAL)
         tenants.read(
             Deployment(
                 models=(ModelSpec(name="alpha"),),
@@ -54,7 +54,7 @@ class Port:
             tenants=tenants,
             models=models,
             not_ready=lambda: self.reasons,
-            log=Log(0, self.logged),
+            log=StructuredLog(0, self.logged),
             access=SimpleNamespace(on=False),
         )
         self.app = client_app(services, self.serve, (*CLIENT_ROUTERS, *more))
@@ -62,7 +62,7 @@ class Port:
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://client"
         )
 
-    async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, route: ProxyRoute, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": route.path.encode()})
 

@@ -14,24 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.models_response import CARDS_A_TURN, KEPT, ModelList, adapter_card
+from gateway.api.models_response import CARDS_A_TURN, KEPT, ModelsResponse, adapter_card
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
 from gateway.routing.discovered_server import external_replica
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.telemetry.metrics import Metrics
-from policy.config.deployment import Adapters, Deployment, ModelSpec
-from policy.types import EngineKind, Fleet, Model
-from policy.wire.adapter_catalog import Catalog
+from gateway.telemetry.metrics import WorkerMetrics
+from policy.config.deployment import AdaptersConfig, Deployment, ModelSpec
+from policy.types import EngineKind, FleetSnapshot, Model
+from policy.wire.adapter_catalog import CatalogSnapshot
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
 DOCUMENT = Deployment(
     models=(
-        ModelSpec(name="alpha", adapters=Adapters()),
-        ModelSpec(name="beta", adapters=Adapters()),
+        ModelSpec(name="alpha", adapters=AdaptersConfig()),
+        ModelSpec(name="beta", adapters=AdaptersConfig()),
         ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",)),
     )
 )
@@ -43,14 +43,16 @@ class Site:
 
     def __init__(self) -> None:
         self.made = Mock(side_effect=adapter_card)
-        self.fleet = FleetView("", Metrics())
+        self.fleet = FleetView("", WorkerMetrics())
         self.catalog = CatalogView(lambda: 0)
         self.fleet.read_document(DOCUMENT)
         self.catalog.read(DOCUMENT)
-        self.listing = ModelList(self.fleet, self.catalog, self.made)
+        self.listing = ModelsResponse(self.fleet, self.catalog, self.made)
 
     def publish(self, *aliases: dict[str, Any]) -> None:
-        self.catalog.take(msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog))
+        self.catalog.take(
+            msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, CatalogSnapshot)
+        )
 
     async def ids(self, account: Principal = ANYONE) -> list[str]:
         listed = json.loads(await self.listing.all(account))
@@ -115,7 +117,7 @@ async def test_a_list_follows_the_catalog_and_the_fleet(site: Site) -> None:
     site.publish(alias("sql", OLD))
     assert (await site.ids())[3:] == ["sql"]
     model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
-    site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
+    site.fleet.take(FleetSnapshot(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
     assert site.one("sql")["max_model_len"] == 2048
     assert json.loads(await site.listing.all(ANYONE))["data"][3]["max_model_len"] == 2048
 
@@ -133,7 +135,7 @@ async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(site:
     assert len(await site.ids()) == 3 + 100
     assert site.made.call_count == len(aliases) + 1
     model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
-    site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
+    site.fleet.take(FleetSnapshot(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
     cards = json.loads(await site.listing.all(ANYONE))["data"][3:]
     assert {card["max_model_len"] for card in cards} == {2048}
 
@@ -157,7 +159,7 @@ def test_lists_equal_those_of_a_new_encoder_after_any_changes(
 
     async def compare() -> None:
         for account in (ANYONE, WEB, SHOP):
-            plain = ModelList(site.fleet, site.catalog)
+            plain = ModelsResponse(site.fleet, site.catalog)
             assert await site.listing.all(account) == await plain.all(account)
 
     for catalog in catalogs:

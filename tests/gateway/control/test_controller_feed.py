@@ -13,8 +13,8 @@ import pytest
 from gateway.control.controller_feed import CatalogDecoder, catalog_feed
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
-from gateway.telemetry.structured_log import Log
-from policy.config.deployment import Adapters, Deployment, ModelSpec
+from gateway.telemetry.structured_log import StructuredLog
+from policy.config.deployment import AdaptersConfig, Deployment, ModelSpec
 from policy.wire.adapter_catalog import Alias
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import alias
@@ -30,9 +30,9 @@ class Site:
         self.state = StateDir(root)
         self.logged = io.StringIO()
         self.view = CatalogView(lambda: 0)
-        self.view.read(Deployment(models=(ModelSpec(name="alpha", adapters=Adapters()),)))
+        self.view.read(Deployment(models=(ModelSpec(name="alpha", adapters=AdaptersConfig()),)))
         self.source = catalog_feed(
-            "127.0.0.1:9", self.state, self.view, Log(0, self.logged), connect_timeout_s=1.0
+            "127.0.0.1:9", self.state, self.view, StructuredLog(0, self.logged), connect_timeout_s=1.0
         )
 
     def publish(self, *names: str, epoch: float = 1.0, version: int = 1, term: int = 0) -> None:

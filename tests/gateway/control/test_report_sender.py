@@ -15,20 +15,20 @@ import pytest
 
 from gateway.control.report_sender import Reporter, ReportSender
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from gateway.queue.admission import Admission
-from gateway.request_context import Call
+from gateway.request_context import RequestContext
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
-from gateway.telemetry.metrics import Metrics, ModelCounters
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.metrics import ModelCounters, WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import Refusal
 from policy.request import Request
 from policy.stats.histogram import bucket_of
 from policy.types import EngineKind, Priority
-from policy.wire.controller_reports import GatewayReport, ModelReport, ReportAnswer, Waiting
+from policy.wire.controller_reports import GatewayReport, ModelReport, ReportAnswer, WaitingRequests
 from tests.gateway.fake_replica import SECRET, FakeController
 from tests.gateway.virtual_time import run_virtual
 from tests.gateway.worker import Stack, until
@@ -44,7 +44,7 @@ def ended(
     ttft_s: float | None = None,
     gap_s: float = 0.0,
     e2e_s: float = 2.0,
-    usage: Usage | None = None,
+    usage: TokenUsage | None = None,
     path: str = "/v1/chat/completions",
     elsewhere: bool = False,
     probe: bool = False,
@@ -53,7 +53,7 @@ def ended(
 
     async def unused() -> Any: ...
 
-    call = Call(ROUTES[path], {"headers": []}, unused, lambda message: unused())
+    call = RequestContext(ROUTES[path], {"headers": []}, unused, lambda message: unused())
     call.outcome, call.usage, call.by_fallback, call.probe = outcome, usage, elsewhere, probe
     if ttft_s is not None:
         call.first_byte_at, call.events, call.last_event_at = 10.0 + ttft_s, 11, 10.0 + ttft_s + 10 * gap_s
@@ -76,7 +76,7 @@ class Site:
     """A reporter over a worker's admission, and a controller that answers ``late_s`` seconds late."""
 
     def __init__(self, late_s: float = 0.0) -> None:
-        self.metrics = Metrics()
+        self.metrics = WorkerMetrics()
         self.deployment = Deployment(models=(ModelSpec(name="m"), ModelSpec(name="other"), EXTERNAL))
         self.admission = Admission(
             self.metrics,
@@ -134,7 +134,7 @@ async def test_details_are_reported_while_the_controller_wants_them() -> None:
     await asyncio.sleep(3.0)
     (detail,) = [report.detail for at, report in site.reports if at == 3.0]
     assert detail is not None
-    assert detail.waiting == (Waiting(model="m", priority=Priority.STANDARD, requests=2),)
+    assert detail.waiting == (WaitingRequests(model="m", priority=Priority.STANDARD, requests=2),)
     assert detail.routes == ({"at": 1.0},)
     assert all(report.detail is None for at, report in site.reports if at != 3.0)
     await site.close(*asked)
@@ -145,11 +145,11 @@ async def test_each_outcome_is_counted_once() -> None:
     site = Site()
     meter = site.metrics.model("m")
     meter.totals.set_slo(ControlConfig(slo=SLO))
-    ended(meter, ttft_s=0.5, gap_s=0.01, usage=Usage(100, 40, 11))
-    ended(meter, ttft_s=3.0, gap_s=0.01, usage=Usage(100, 0, 11))
+    ended(meter, ttft_s=0.5, gap_s=0.01, usage=TokenUsage(100, 40, 11))
+    ended(meter, ttft_s=3.0, gap_s=0.01, usage=TokenUsage(100, 0, 11))
     ended(meter, ttft_s=0.5, gap_s=0.2)
-    ended(meter, e2e_s=0.3, usage=Usage(7, 0, 1))  # complete
-    ended(meter, ttft_s=0.5, outcome=Refusal.STREAM_BROKEN, usage=Usage(0, 0, 5, exact=False))
+    ended(meter, e2e_s=0.3, usage=TokenUsage(7, 0, 1))  # complete
+    ended(meter, ttft_s=0.5, outcome=Refusal.STREAM_BROKEN, usage=TokenUsage(0, 0, 5, exact=False))
     ended(meter, outcome="cancelled")
     ended(meter, outcome=Refusal.UPSTREAM_FAILED)
     for reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA):
@@ -170,7 +170,7 @@ async def test_each_outcome_is_counted_once() -> None:
 async def test_requests_not_answered_by_replicas_count_as_arrivals_only() -> None:
     site = Site()
     meter = site.metrics.model("m")
-    usage = Usage(prompt=100, cached=0, completion=20)
+    usage = TokenUsage(prompt=100, cached=0, completion=20)
     ended(meter, ttft_s=0.2, gap_s=0.01, usage=usage, elsewhere=True)
     ended(meter, "stream_broken", ttft_s=0.2, elsewhere=True)
     ended(meter, path="/v1/tokenize")
@@ -277,7 +277,7 @@ async def controller() -> AsyncIterator[FakeController]:
 
 def post_to(controller: FakeController) -> tuple[ReportSender, io.StringIO]:
     logged = io.StringIO()
-    return ReportSender(f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
+    return ReportSender(f"127.0.0.1:{controller.port}", "/signals", SECRET, StructuredLog(0, logged)), logged
 
 
 async def test_reports_resume_when_the_controller_restarts(controller: FakeController) -> None:
@@ -295,7 +295,9 @@ async def test_reports_resume_when_the_controller_restarts(controller: FakeContr
 
 async def test_reports_go_to_the_controller_that_leads(controller: FakeController) -> None:
     logged = io.StringIO()
-    post = ReportSender(f"127.0.0.1:9,127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged))
+    post = ReportSender(
+        f"127.0.0.1:9,127.0.0.1:{controller.port}", "/signals", SECRET, StructuredLog(0, logged)
+    )
     for _ in range(3):
         await post.send(b"{}")
     assert len(controller.reports) == 2

@@ -22,14 +22,20 @@ from starlette.types import Message
 
 from gateway.delivery.relay import MAX_CHECKED, MAX_HELD, Relay
 from gateway.http.asgi_exchange import SENT
-from gateway.http.frame_client import MultiplexedConnection, Stream
-from gateway.http.http1_client import TLS_SLICE, ClientConnection, Connection, ConnectionPool, is_local_fault
+from gateway.http.frame_client import FrameClientConnection, FrameClientStream
+from gateway.http.http1_client import (
+    TLS_SLICE,
+    ConnectionPool,
+    Http1ClientConnection,
+    UpstreamConnection,
+    is_local_fault,
+)
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatValidator
-from gateway.protocol.usage import Usage
-from gateway.request_context import Call
-from gateway.telemetry.metrics import Metrics
+from gateway.protocol.usage import TokenUsage
+from gateway.request_context import RequestContext
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.admission.retry_policy import AttemptOutcome
 from policy.wire import frames
 from policy.wire.frames import FrameDecoder, FrameEncoder
@@ -100,17 +106,17 @@ class Line:
 
     wire: Wire
 
-    def __init__(self, pool: ConnectionPool, connection: ClientConnection) -> None:
+    def __init__(self, pool: ConnectionPool, connection: Http1ClientConnection) -> None:
         self.pool = pool
-        self.connection: ClientConnection | MultiplexedConnection = connection
-        self._meter = Metrics().model("alpha")
+        self.connection: Http1ClientConnection | FrameClientConnection = connection
+        self._meter = WorkerMetrics().model("alpha")
 
     @property
     def cancelled(self) -> bool:
         """Whether the replica is told that nobody waits for its answer."""
         return self.wire.closed
 
-    def _take(self) -> Connection:
+    def _take(self) -> UpstreamConnection:
         connection = self.pool.take()
         assert connection is self.connection
         return connection
@@ -124,7 +130,7 @@ class Line:
     ) -> asyncio.Task[AttemptOutcome]:
         """Begin a request on the pooled connection."""
         scope = {"headers": []}
-        self.call = Call(ROUTES["/v1/chat/completions"], scope, _no_message, send)
+        self.call = RequestContext(ROUTES["/v1/chat/completions"], scope, _no_message, send)
         self.call.streaming = stream
         self.relay = Relay(self.call, self._take(), ChatValidator(1), self._meter)
         asked = asyncio.create_task(self.relay.run(b"head", body))
@@ -144,7 +150,7 @@ class FrameLine(Line):
         client = FrameClient()
         self.wire = client.wire  # type: ignore[assignment]
         self.connection = client.connection
-        self._meter = Metrics().model("alpha")
+        self._meter = WorkerMetrics().model("alpha")
         self._encoder, self._decoder = FrameEncoder(), FrameDecoder()
         client.wire.take()
         client.connection.data_received(frames.ACCEPTED)
@@ -155,11 +161,11 @@ class FrameLine(Line):
         sent = self._decoder.feed(self.wire.take())  # type: ignore[attr-defined]
         return (frames.CANCEL, self._stream.number) in [record[:2] for record in sent]
 
-    def _take(self) -> Connection:
-        assert isinstance(self.connection, MultiplexedConnection)
+    def _take(self) -> UpstreamConnection:
+        assert isinstance(self.connection, FrameClientConnection)
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
-        self._stream = Stream(self.connection)
+        self._stream = FrameClientStream(self.connection)
         return self._stream
 
     def answer(self, data: bytes = HEAD + BODY) -> None:
@@ -198,7 +204,7 @@ async def either(request: pytest.FixtureRequest) -> Line:
 
 def idle_line(*, tls: bool = False) -> Line:
     pool = ConnectionPool("http://replica:1", 1.0)
-    line = Line(pool, ClientConnection(pool))
+    line = Line(pool, Http1ClientConnection(pool))
     line.wire = Wire(tls=tls)
     line.connection.connection_made(cast("asyncio.Transport", line.wire))
     pool.give(line.connection)
@@ -349,7 +355,7 @@ async def test_a_lost_connection_is_freed_without_a_collection(either: Line, sen
 
 
 async def test_a_connection_that_was_refused_is_freed_without_a_collection() -> None:
-    held = weakref.ref(ClientConnection(ConnectionPool("http://replica:1", 1.0)))
+    held = weakref.ref(Http1ClientConnection(ConnectionPool("http://replica:1", 1.0)))
     assert held() is None
 
 
@@ -384,7 +390,7 @@ async def test_events_of_an_abandoned_stream_are_counted(either: Line) -> None:
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    assert either.call.usage == Usage(0, 0, 2, exact=False)
+    assert either.call.usage == TokenUsage(0, 0, 2, exact=False)
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gateway.delivery.crash_suspects import HUNG_S, SuspectRequests, fingerprint
+from gateway.delivery.crash_suspects import HUNG_S, HostCrashSuspects, fingerprint
 from gateway.protocol.body import read
 from gateway.protocol.errors import Refused
 from gateway.routing.model_routers import ModelRouters
@@ -35,7 +35,7 @@ def test_a_request_is_known_again_by_what_an_engine_computes(path: str, raw: byt
 
 
 def test_requests_that_died_together_run_one_by_one() -> None:
-    suspects = SuspectRequests(LOCAL)
+    suspects = HostCrashSuspects(LOCAL)
     for replica in (1, 2):
         for request in (7, 8):
             suspects.lost(request, replica, 10.0)
@@ -63,7 +63,7 @@ def test_requests_that_died_together_run_one_by_one() -> None:
     (True, HUNG_S + 1, False),
 ])  # fmt: skip
 def test_a_death_soon_after_a_request_ended_early_counts(hung: bool, after_s: float, counts: bool) -> None:
-    suspects = SuspectRequests(LOCAL)
+    suspects = HostCrashSuspects(LOCAL)
     for replica, at in ((1, 100.0), (2, 300.0)):
         suspects.ended_early(7, replica, at, hung=hung)
         suspects.ended_early(8, replica + 10, at, hung=hung)  # on one that lives on
@@ -81,7 +81,7 @@ async def test_the_workers_of_a_host_share_their_suspects(tmp_path: Path) -> Non
     rows = [SharedRows(tmp_path / "rows", i) for i in range(2)]
     for row in rows:
         row.beat()
-    first, second = (SuspectRequests(row) for row in rows)
+    first, second = (HostCrashSuspects(row) for row in rows)
     routers = [
         ModelRouters(Random(1), row, lost=suspects.lost_elsewhere)  # noqa: S311 - ties, not secrets
         for row, suspects in zip(rows, (first, second), strict=True)

@@ -23,11 +23,11 @@ from gateway.http.asgi_exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.errors import NO_ROOM, Refused
 from gateway.protocol.paths import ROUTES
-from gateway.request_context import Call
+from gateway.request_context import RequestContext
 from gateway.routing.fleet import ServedModel
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
-from policy.config.deployment import Price, Upstream
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
+from policy.config.deployment import FallbackProviderConfig, ProviderPrice
 from policy.deployment_file.parse import parse
 from policy.errors import Refusal
 from policy.request import Request
@@ -47,8 +47,8 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.logged = io.StringIO()
-        self.metrics = Metrics()
-        self.spillover = Spillover(self.metrics, Log(0, self.logged), random.Random(0))  # noqa: S311 - when to probe
+        self.metrics = WorkerMetrics()
+        self.spillover = Spillover(self.metrics, StructuredLog(0, self.logged), random.Random(0))  # noqa: S311 - when to probe
         self.clock = asyncio.get_running_loop().time
         self.served = ServedModel("m")
         self.served.handles = [SimpleNamespace(admissible=True)]  # type: ignore[list-item]
@@ -76,7 +76,7 @@ class Site:
             (b"authorization", b"Bearer our-key"), (b"x-request-id", b"our-id"), (b"accept", b"*/*"),
             (b"x-session-id", b"s"), (b"user-agent", b"client"),
         ]  # fmt: skip
-        call = Call(ROUTES[path], {"headers": headers}, response.receive, response.send)
+        call = RequestContext(ROUTES[path], {"headers": headers}, response.receive, response.send)
         read = bodies.read(raw)
         call.streaming = bool(read.stream)
         response.call = call
@@ -114,7 +114,7 @@ class Response:
     """The response as a client receives it."""
 
     def __init__(self) -> None:
-        self.call: Call
+        self.call: RequestContext
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.body = b""
@@ -403,10 +403,12 @@ async def test_tls_is_used_and_verified(site: Site, tmp_path: Path, monkeypatch:
     ],
 )
 async def test_a_provider_gets_the_clients_bytes_with_its_model_name(came: bytes, goes: bytes) -> None:
-    price = Price(input=0.0, output=0.0)
+    price = ProviderPrice(input=0.0, output=0.0)
     url = "http://127.0.0.1:9/v1"
-    upstream = Upstream(name="u", url=url, models={"m": "theirs"}, price=price, cost_cap_per_h=0.0)
-    endpoint = FallbackProvider(upstream, parse(GOOD), Log(0, io.StringIO()))
+    upstream = FallbackProviderConfig(
+        name="u", url=url, models={"m": "theirs"}, price=price, cost_cap_per_h=0.0
+    )
+    endpoint = FallbackProvider(upstream, parse(GOOD), StructuredLog(0, io.StringIO()))
     sent = endpoint.outgoing(ROUTES["/v1/chat/completions"], "m", bodies.read(came), came)
     assert (sent.parts if isinstance(sent.parts, bytes) else b"".join(sent.parts)) == goes
     assert sent.size == len(goes)

@@ -13,7 +13,7 @@ from gateway.delivery.sse_keepalive import SseKeepalive
 from gateway.http.asgi_exchange import SENT
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES
-from gateway.request_context import Call
+from gateway.request_context import RequestContext
 from policy.errors import Refusal
 from tests.gateway.fake_replica import DONE, Exchange, event, stream
 from tests.gateway.worker import Stack
@@ -22,7 +22,7 @@ COMMENT = b": keep-alive\n\n"
 OK = event("a") + event(finish="stop")
 
 
-def watched(every_s: float, sent: list[Message]) -> tuple[SseKeepalive, Call]:
+def watched(every_s: float, sent: list[Message]) -> tuple[SseKeepalive, RequestContext]:
     """A chat that waits since 100."""
 
     def send(message: Message) -> Any:
@@ -30,7 +30,7 @@ def watched(every_s: float, sent: list[Message]) -> tuple[SseKeepalive, Call]:
         return SENT
 
     keepalive = SseKeepalive(lambda: SimpleNamespace(sse_keepalive_s=every_s))  # type: ignore[arg-type,return-value]
-    call = Call(ROUTES["/v1/chat/completions"], {"headers": []}, None, send)  # type: ignore[arg-type]
+    call = RequestContext(ROUTES["/v1/chat/completions"], {"headers": []}, None, send)  # type: ignore[arg-type]
     keepalive.watch(call, 100.0)
     return keepalive, call
 

@@ -18,10 +18,10 @@ from gateway.external_scaler import handlers
 from gateway.external_scaler.handlers import ExternalScalerHandlers
 from gateway.grpc_server.port import GrpcServer
 from gateway.routing.fleet import FleetView
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.grpc_ports import ExternalScaler
-from policy.types import EngineKind, Fleet, Model
+from policy.types import EngineKind, FleetSnapshot, Model
 from store.state_dir import StateDir
 from tests.gateway.api.admin.test_authorization import Port
 from tests.kubernetes_api import DEPLOYMENTS, STATEFUL_SETS, KubernetesApi
@@ -30,7 +30,7 @@ from tests.serve.actuator.test_kubernetes import controlling, eventually
 from tests.serve.sim_documents import external_model
 
 COUNTS = {"small": 3, "large": 1}
-FLEET = Fleet(
+FLEET = FleetSnapshot(
     epoch=1.0,
     version=1,
     at=0.0,
@@ -79,9 +79,13 @@ class Site:
 async def site(published: tuple[Any, Any]) -> AsyncIterator[Site]:
     messages, services = published
     (port,) = free_ports(1)
-    view = FleetView("", Metrics())
+    view = FleetView("", WorkerMetrics())
     server = GrpcServer(
-        "external_scaler", ExternalScaler(port=port), ExternalScalerHandlers(view), Log(0), watch=True
+        "external_scaler",
+        ExternalScaler(port=port),
+        ExternalScalerHandlers(view),
+        StructuredLog(0),
+        watch=True,
     )
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -157,7 +161,7 @@ async def test_keda_carries_out_decisions_from_zero_and_back(
 
 async def test_an_hpa_reads_external_metrics_without_a_token(tmp_path: Path) -> None:
     port = Port(StateDir(tmp_path))
-    view = port.services.fleet = FleetView("", Metrics())
+    view = port.services.fleet = FleetView("", WorkerMetrics())
     (listed,) = (await port.ask(GROUP)).json()["resources"]
     path = f"{GROUP}/namespaces/models/{listed['name']}?labelSelector="
     answer = await port.ask(f"{path}model%3Dorg.m")

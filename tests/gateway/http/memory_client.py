@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
-from gateway.http.server import Server
+from gateway.http.server import HttpServer
 from gateway.http.server_connection import ServerConnection
 
 
@@ -16,7 +16,7 @@ class MemoryClient:
     ``received``: all of that; ``closed``: the server closed the connection. ``sock`` is the server's end.
     """
 
-    def __init__(self, server: Server, sock: socket.socket | None = None) -> None:
+    def __init__(self, server: HttpServer, sock: socket.socket | None = None) -> None:
         self.received = b""
         self.closed = False
         self._sock = sock

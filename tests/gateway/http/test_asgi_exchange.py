@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from gateway.http.asgi_exchange import SENT, Exchange
+from gateway.http.asgi_exchange import SENT, AsgiExchange
 from gateway.http.server_connection import ServerConnection
 
 
@@ -25,7 +25,7 @@ class Connection:
     def write(self, data: bytes) -> None:
         self.written += data
 
-    def answered(self, exchange: Exchange) -> None:
+    def answered(self, exchange: AsgiExchange) -> None:
         self.ended.append(exchange.keep)
 
 
@@ -33,10 +33,10 @@ class Connection:
 def test_an_answer_in_one_write_is_that_in_two_messages(
     keep: bool, http_1_1: bool, headless: bool, draining: bool
 ) -> None:
-    def exchange() -> tuple[Connection, Exchange]:
+    def exchange() -> tuple[Connection, AsgiExchange]:
         made = Connection(draining)
         connection = cast("ServerConnection", made)
-        return made, Exchange(connection, b"", keep=keep, http_1_1=http_1_1, headless=headless)
+        return made, AsgiExchange(connection, b"", keep=keep, http_1_1=http_1_1, headless=headless)
 
     body, headers = b'{"x":1}', [(b"content-type", b"application/json"), (b"x-request-id", b"7")]
     by_messages, other = exchange()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.http1_client import ClientConnection, ConnectionPool, encode_chunk
+from gateway.http.http1_client import ConnectionPool, Http1ClientConnection, encode_chunk
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -65,7 +65,7 @@ def chunk(data: bytes, size: str = "%x") -> bytes:
 
 def taken(reads: list[bytes]) -> Taken:
     """What a sink receives of an answer in these reads."""
-    connection = ClientConnection(ConnectionPool("http://replica:1", 1.0))
+    connection = Http1ClientConnection(ConnectionPool("http://replica:1", 1.0))
     connection.connection_made(cast("object", Wire()))  # type: ignore[arg-type]
     sink = Taken()
     connection.send(sink, b"", b"")

@@ -21,9 +21,9 @@ from gateway.http.frame_client import (
     TIMED_BYTES,
     UPLOAD_BYTES,
     FrameChannel,
-    MultiplexedConnection,
+    FrameClientConnection,
 )
-from gateway.http.http1_client import ClientConnection, ConnectionPool
+from gateway.http.http1_client import ConnectionPool, Http1ClientConnection
 from gateway.http.read_turns import TURN_S
 from policy.wire import frames
 from policy.wire.frames import MAX_PAYLOAD, WINDOW_BYTES, FrameDecoder, FrameEncoder, Record
@@ -279,7 +279,7 @@ class Slow(Got):
         super().on_data(data, complete=complete)
 
 
-def read(connection: MultiplexedConnection, data: bytes) -> bytes:
+def read(connection: FrameClientConnection, data: bytes) -> bytes:
     """Have a connection read from its socket; returns what is left."""
     view = connection.get_buffer(0)
     part = data[: len(view)]
@@ -549,7 +549,7 @@ async def test_an_older_replica_and_one_with_another_secret_are_reached_over_htt
 
     async with server(old) as (channel, pool):
         connection = await channel.connect()
-        assert isinstance(connection, ClientConnection) and channel.take() is None
+        assert isinstance(connection, Http1ClientConnection) and channel.take() is None
         got = Got()
         connection.send(got, b"GET / HTTP/1.1\r\n\r\n", b"")
         await until(lambda: got.complete)

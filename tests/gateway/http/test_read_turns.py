@@ -238,7 +238,9 @@ async def test_requests_of_thousands_of_lost_connections_end_in_many_turns(site:
 
 
 class Starts:
-    """Requests of a turn's time each, by ``costs``, as :class:`gateway.http.server.Server` begins them."""
+    """Requests of a turn's time each, by ``costs``, as :class:`gateway.http.server.HttpServer` begins
+    them.
+    """
 
     def __init__(self) -> None:
         self.now = 1.0

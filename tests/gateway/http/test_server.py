@@ -25,11 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.asgi_exchange import SENT, Exchange
+from gateway.http.asgi_exchange import SENT, AsgiExchange
 from gateway.http.read_turns import MOST_CLOSED, STARTS_S, read_turns
 from gateway.http.server import (
     SWEPT_AT_ONCE,
-    Server,
+    HttpServer,
     ServerTimeouts,
     connections_within_limit,
 )
@@ -79,7 +79,7 @@ class Port:
         self.address_budget: int | None = None
         self.refused: list[bytes] = []
         self.refusal_headers: Callable[[dict[bytes, bytes]], list[tuple[bytes, bytes]]] = lambda received: []
-        self.server: Server
+        self.server: HttpServer
         self.port = 0
         self._opened: list[asyncio.StreamWriter] = []
 
@@ -89,7 +89,7 @@ class Port:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self.app(scope, receive, send)
 
-        self.server = Server(
+        self.server = HttpServer(
             app,
             lambda scope: self.limit,
             lambda refused, scope, request_id: self.refused.append(request_id),
@@ -465,7 +465,7 @@ async def test_many_pipelined_requests_take_little(port: Port, more: bytes, ahea
         nonlocal most
         if not most:
             await asyncio.sleep(0.02)
-            most = sum(type(each) is Exchange for each in gc.get_objects())
+            most = sum(type(each) is AsgiExchange for each in gc.get_objects())
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 

@@ -15,16 +15,16 @@ import pytest
 from gateway.intake import access_feed
 from gateway.intake.access_feed import AccessFeed
 from gateway.intake.admin_keys import AdminKeys
-from gateway.intake.authentication import Tenants
+from gateway.intake.authentication import TenantDirectory
 from gateway.intake.principal import Principal
 from gateway.protocol.errors import Refused
 from gateway.routing.shared_counters import LOCAL
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
-from policy.config.tenancy import Access, Tenant
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
+from policy.config.tenancy import AccessPolicy, Tenant
 from policy.deployment_file.parse import parse
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, SnapshotLine, TenantRow
-from policy.wire.accounting_api import Actor, Role
+from policy.wire.accounting_api import AdminRole, AuditActor
 from store.key_derivation import digest_of
 from store.state_dir import write_atomic
 from tests.clock import Clock
@@ -53,9 +53,11 @@ class Worker:
         self.clock = Clock(1000.0)
         self.log = io.StringIO()
         self.admin_keys = AdminKeys(self.clock)
-        self.tenants = Tenants(b"s" * 64, "own", Metrics().tenants, LOCAL, self.clock)
+        self.tenants = TenantDirectory(b"s" * 64, "own", WorkerMetrics().tenants, LOCAL, self.clock)
         self.in_force: list[int] = []
-        self.feed = AccessFeed(path, self.tenants, self.admin_keys, Log(0, self.log), self.in_force.append)
+        self.feed = AccessFeed(
+            path, self.tenants, self.admin_keys, StructuredLog(0, self.log), self.in_force.append
+        )
         self.tenants.read(declared())
 
     def write(self, *rows: TenantRow | KeyRow | AdminKeyRow) -> None:
@@ -97,7 +99,7 @@ async def refused(worker: Worker, name: str) -> None:
 def test_a_worker_starts_with_the_last_file(worker: Worker) -> None:
     worker.feed.start_from_disk()
     assert worker.of("anything") is worker.tenants.anonymous, "without a file"
-    worker.write(tenant("web", max_tokens=9, weight=3.0), key("web", "k", access=Access(max_tokens=5)))
+    worker.write(tenant("web", max_tokens=9, weight=3.0), key("web", "k", access=AccessPolicy(max_tokens=5)))
     worker.feed.start_from_disk()
     assert worker.in_force == [2]
     principal = worker.of("k")
@@ -165,11 +167,11 @@ def test_twenty_thousand_keys_are_read_in_pieces(worker: Worker) -> None:
 
 def test_admin_keys_have_a_role_until_they_expire(worker: Worker) -> None:
     row = AdminKeyRow(
-        id="admin-1", sha256=digest_of(b"tga-1"), name="bot", role=Role.OPERATOR, expires=1010.0
+        id="admin-1", sha256=digest_of(b"tga-1"), name="bot", role=AdminRole.OPERATOR, expires=1010.0
     )
     worker.write(row)
     worker.feed.start_from_disk()
-    assert worker.admin_keys.actor(b"tga-1") == Actor("admin key bot", Role.OPERATOR)
+    assert worker.admin_keys.actor(b"tga-1") == AuditActor("admin key bot", AdminRole.OPERATOR)
     assert worker.admin_keys.actor(b"tga-2") is None
     worker.clock.now = 1010.0
     assert worker.admin_keys.actor(b"tga-1") is None

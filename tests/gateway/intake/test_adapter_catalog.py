@@ -12,24 +12,24 @@ import pytest
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, TenantAccount
-from policy.config.deployment import Adapters, Deployment, ModelSpec
+from policy.config.deployment import AdaptersConfig, Deployment, ModelSpec
 from policy.hashing import hash_name
 from policy.types import EngineKind
-from policy.wire.adapter_catalog import Catalog
+from policy.wire.adapter_catalog import CatalogSnapshot
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
 ANYONE, WEB, SHOP, ADMIN = (Principal(TenantAccount(name, b"")) for name in ("", "web", "shop", "boss"))
 ADMIN.account.admin = True
 MODELS = (
-    ModelSpec(name="alpha", adapters=Adapters()),
-    ModelSpec(name="org/beta", adapters=Adapters()),
+    ModelSpec(name="alpha", adapters=AdaptersConfig()),
+    ModelSpec(name="org/beta", adapters=AdaptersConfig()),
     ModelSpec(name="theirs", engine=EngineKind.EXTERNAL),
 )
 
 
-def catalog(*aliases: dict[str, Any]) -> Catalog:
-    return msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog)
+def catalog(*aliases: dict[str, Any]) -> CatalogSnapshot:
+    return msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, CatalogSnapshot)
 
 
 def view(*aliases: dict[str, Any], draw: Callable[[], int] = lambda: 7) -> CatalogView:

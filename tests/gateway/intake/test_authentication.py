@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.intake.authentication import ACCOUNTS_A_TURN, Tenants
+from gateway.intake.authentication import ACCOUNTS_A_TURN, TenantDirectory
 from gateway.intake.principal import TenantAccount
 from gateway.protocol.errors import Refused
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from gateway.routing.shared_counters import LOCAL, SharedRows
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.deployment_file.parse import parse
 from policy.types import Priority
 from tests.policy.example_documents import GOOD
@@ -32,13 +32,13 @@ def tenant(name: str, *keys: bytes, **more: Any) -> dict[str, Any]:
     return {"name": name, "keys_sha256": [digest(key) for key in keys], **more}
 
 
-def tenants(*entries: dict[str, Any]) -> Tenants:
-    found = Tenants(SECRET, OWN, Metrics().tenants, LOCAL)
+def tenants(*entries: dict[str, Any]) -> TenantDirectory:
+    found = TenantDirectory(SECRET, OWN, WorkerMetrics().tenants, LOCAL)
     found.read(parse({**GOOD, "tenants": list(entries)}))
     return found
 
 
-def account_of(found: Tenants, headers: dict[bytes, bytes]) -> TenantAccount:
+def account_of(found: TenantDirectory, headers: dict[bytes, bytes]) -> TenantAccount:
     return found.of(headers).account
 
 
@@ -147,11 +147,11 @@ def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> Non
 
 def test_counts_are_summed_over_the_workers_of_the_host(tmp_path: Path) -> None:
     rows = [SharedRows(tmp_path / "rows", i) for i in range(3)]
-    workers = [Tenants(SECRET, OWN, Metrics().tenants, row) for row in rows]
+    workers = [TenantDirectory(SECRET, OWN, WorkerMetrics().tenants, row) for row in rows]
     for number, worker in enumerate(workers, start=1):
         worker.read(parse({**GOOD, "tenants": [tenant("acme", b"k-1"), tenant("bits", b"k-2")]}))
         account_of(worker, bearer(b"k-1")).in_flight = number
-        worker.served("acme", Usage(prompt=10 * number, cached=0, completion=100 * number))
+        worker.served("acme", TokenUsage(prompt=10 * number, cached=0, completion=100 * number))
         assert not list(worker.share())
     for row, worker in zip(rows, workers, strict=True):
         row.beat()
@@ -190,8 +190,8 @@ def test_salts_differ_by_tenant_and_outlast_a_key() -> None:
 
 def test_usage_is_counted_for_its_tenant() -> None:
     found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
-    found.served("acme", Usage(prompt=5, completion=2))
-    found.served("gone", Usage(prompt=9, completion=9))
+    found.served("acme", TokenUsage(prompt=5, completion=2))
+    found.served("gone", TokenUsage(prompt=9, completion=9))
     counts = {
         entry["name"]: (entry["prompt_tokens"], entry["output_tokens"])
         for entry in asyncio.run(found.describe())

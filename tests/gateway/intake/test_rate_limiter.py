@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gateway.intake.limit_headers import duration
 from gateway.intake.principal import Principal, TenantAccount
-from gateway.intake.rate_limiter import DESCRIBED_A_TURN, RateLimiter, Reservation
+from gateway.intake.rate_limiter import DESCRIBED_A_TURN, RateLimiter, RequestReservation
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits, subject_key
 from gateway.protocol.errors import Refused
-from policy.config.tenancy import Access, Limit
+from policy.config.tenancy import AccessPolicy, LimitName
 from tests.clock import Clock
 
 NANO = 1_000_000_000
@@ -49,11 +49,13 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path / "rows")
 
 
-def principal(key: Access | None = None, tenant: Access | None = None) -> Principal:
-    return Principal(TenantAccount("web", b""), "key-1", (tenant or Access(), key or Access()))
+def principal(key: AccessPolicy | None = None, tenant: AccessPolicy | None = None) -> Principal:
+    return Principal(TenantAccount("web", b""), "key-1", (tenant or AccessPolicy(), key or AccessPolicy()))
 
 
-def admitted(limiter: RateLimiter, who: Principal, tokens: int = 1, nano: int = 0) -> Reservation | None:
+def admitted(
+    limiter: RateLimiter, who: Principal, tokens: int = 1, nano: int = 0
+) -> RequestReservation | None:
     try:
         return limiter.admit(who, tokens, nano)
     except Refused:
@@ -76,8 +78,8 @@ class Workers(RuleBasedStateMachine):
         super().__init__()
         self.folder = TemporaryDirectory()
         self.host = Host(Path(self.folder.name) / "rows", 3)
-        self.who = principal(Access(tpm_limit=self.LIMIT, rpm_limit=1_000_000))
-        self.running: list[tuple[int, Reservation, int]] = []
+        self.who = principal(AccessPolicy(tpm_limit=self.LIMIT, rpm_limit=1_000_000))
+        self.running: list[tuple[int, RequestReservation, int]] = []
         # Of each admitted request when, and what it used or may yet use.
         self.used: list[list[Any]] = []
 
@@ -144,13 +146,13 @@ TestWorkers.settings = settings(max_examples=20, stateful_step_count=40, deadlin
 
 
 def test_two_workers_admit_together_what_the_limit_allows(host: Host) -> None:
-    assert burst(host, principal(Access(rpm_limit=30)), 100) == 30
+    assert burst(host, principal(AccessPolicy(rpm_limit=30)), 100) == 30
     host.clock.now += 10
-    assert burst(host, principal(Access(rpm_limit=30)), 100) == 5
+    assert burst(host, principal(AccessPolicy(rpm_limit=30)), 100) == 5
 
 
 def test_the_tighter_of_key_and_tenant_holds_and_is_named(host: Host) -> None:
-    who = principal(Access(rpm_limit=3), Access(rpm_limit=50, tpm_limit=1000))
+    who = principal(AccessPolicy(rpm_limit=3), AccessPolicy(rpm_limit=50, tpm_limit=1000))
     reservation = host.workers[0].admit(who, 100, 0)
     assert reservation.headers == [
         (b"x-ratelimit-limit-requests", b"3"),
@@ -171,18 +173,21 @@ def test_the_tighter_of_key_and_tenant_holds_and_is_named(host: Host) -> None:
     assert dict(error.headers())[b"retry-after"] == b"20"
     assert dict(error.headers())[b"x-ratelimit-remaining-requests"] == b"0"
     # Nothing of it counts for the tenant, either.
-    assert host.workers[0].describe(who.limited[0])[Limit.TOKENS]["remaining"] == 898
+    assert host.workers[0].describe(who.limited[0])[LimitName.TOKENS]["remaining"] == 898
 
 
 @pytest.mark.parametrize(
     ("access", "message"),
     [
-        (Access(tpm_limit=100), "tpm_limit is 100 tokens per minute. Try again in 36s."),
-        (Access(max_parallel_requests=2), "max_parallel_requests is 2 requests at a time. Try again in 1s."),
-        (Access(max_budget=0.5), "max_budget is 0.5, and it is spent."),
+        (AccessPolicy(tpm_limit=100), "tpm_limit is 100 tokens per minute. Try again in 36s."),
+        (
+            AccessPolicy(max_parallel_requests=2),
+            "max_parallel_requests is 2 requests at a time. Try again in 1s.",
+        ),
+        (AccessPolicy(max_budget=0.5), "max_budget is 0.5, and it is spent."),
     ],
 )
-def test_each_limit_says_what_it_allows(host: Host, access: Access, message: str) -> None:
+def test_each_limit_says_what_it_allows(host: Host, access: AccessPolicy, message: str) -> None:
     who = principal(tenant=access)
     for worker in host.workers:
         assert admitted(worker, who, 50, NANO // 4)
@@ -193,15 +198,15 @@ def test_each_limit_says_what_it_allows(host: Host, access: Access, message: str
 
 
 def test_unused_tokens_are_refunded_and_a_request_that_never_began_is_none(host: Host) -> None:
-    who = principal(Access(rpm_limit=2, tpm_limit=100))
+    who = principal(AccessPolicy(rpm_limit=2, tpm_limit=100))
     host.workers[0].admit(who, 100, 0).settle(0, 0, began=False)
     host.workers[1].admit(who, 100, 0).settle(30, 0, began=True)
     shown = host.workers[0].describe(who.limited[0])
-    assert (shown[Limit.REQUESTS]["remaining"], shown[Limit.TOKENS]["remaining"]) == (1, 70)
+    assert (shown[LimitName.REQUESTS]["remaining"], shown[LimitName.TOKENS]["remaining"]) == (1, 70)
 
 
 def test_what_is_used_beyond_the_reservation_is_a_debt(host: Host) -> None:
-    who = principal(Access(tpm_limit=60))
+    who = principal(AccessPolicy(tpm_limit=60))
     host.workers[0].admit(who, 1000, 0).settle(90, 0, began=True)
     host.clock.now += 30
     assert not admitted(host.workers[1], who)
@@ -210,60 +215,60 @@ def test_what_is_used_beyond_the_reservation_is_a_debt(host: Host) -> None:
 
 
 def test_a_limit_in_dry_run_is_counted_and_not_enforced(host: Host) -> None:
-    who = principal(Access(rpm_limit=2, max_parallel_requests=1, dry_run=tuple(Limit)))
+    who = principal(AccessPolicy(rpm_limit=2, max_parallel_requests=1, dry_run=tuple(LimitName)))
     assert burst(host, who, 6) == 6
     assert who.account.counters.exceeded == {
         ("rpm_limit", "key", "dry_run"): 4, ("max_parallel_requests", "key", "dry_run"): 5
     }  # fmt: skip
     shown = host.workers[0].describe(who.limited[0])
-    assert shown[Limit.REQUESTS] == {"limit": 2, "remaining": 0, "share": 1.0, "dry_run": True}
+    assert shown[LimitName.REQUESTS] == {"limit": 2, "remaining": 0, "share": 1.0, "dry_run": True}
     assert host.workers[0].admit(who, 1, 0).headers == []
     # What it would have refused is no debt when it is enforced.
     host.clock.now += 30
-    assert burst(host, principal(Access(rpm_limit=2)), 6) == 1
+    assert burst(host, principal(AccessPolicy(rpm_limit=2)), 6) == 1
 
 
 def test_a_killed_worker_runs_nothing_and_its_successor_knows_the_levels(host: Host) -> None:
-    who = principal(Access(rpm_limit=10, tpm_limit=600, max_parallel_requests=4))
+    who = principal(AccessPolicy(rpm_limit=10, tpm_limit=600, max_parallel_requests=4))
     assert burst(host, who, 4, 100) == 4
     host.workers = [host.start(row) for row in range(2)]
     shown = host.workers[0].describe(who.limited[0])
-    assert [shown[limit]["remaining"] for limit in (Limit.REQUESTS, Limit.TOKENS)] == [6, 200]
-    assert shown[Limit.PARALLEL]["running"] == 0
+    assert [shown[limit]["remaining"] for limit in (LimitName.REQUESTS, LimitName.TOKENS)] == [6, 200]
+    assert shown[LimitName.PARALLEL]["running"] == 0
     # One that is not replaced runs nothing after three seconds.
     assert burst(host, who, 2) == 2
     host.clock.now += 3.5
     host.workers[1].beat()
-    assert host.workers[1].describe(who.limited[0])[Limit.PARALLEL]["running"] == 1
+    assert host.workers[1].describe(who.limited[0])[LimitName.PARALLEL]["running"] == 1
 
 
 def test_another_limit_holds_for_what_was_used_before(host: Host) -> None:
-    assert burst(host, principal(Access(rpm_limit=100)), 60) == 60
-    assert burst(host, principal(Access(rpm_limit=20)), 60) == 20
+    assert burst(host, principal(AccessPolicy(rpm_limit=100)), 60) == 60
+    assert burst(host, principal(AccessPolicy(rpm_limit=20)), 60) == 20
     host.clock.now += 6
-    assert burst(host, principal(Access(rpm_limit=100)), 60) == 10
+    assert burst(host, principal(AccessPolicy(rpm_limit=100)), 60) == 10
 
 
 def test_a_budget_is_what_the_ledger_knows_and_what_was_spent_since(host: Host) -> None:
-    accounting, who = host.accounting(), principal(Access(max_budget=1.0, budget_duration="1d"))
+    accounting, who = host.accounting(), principal(AccessPolicy(max_budget=1.0, budget_duration="1d"))
     first, second = host.workers
     spent = NANO // 10
     first.admit(who, 1, spent).settle(1, spent, began=True)
     before = accounting.spent_by_host(KEY)
     accounting.publish_spent(KEY, 7 * spent, before, host.wall.now + 100)
     second.admit(who, 1, spent).settle(1, spent, began=True)
-    assert first.describe(who.limited[0])[Limit.BUDGET]["spent"] == pytest.approx(0.8)
+    assert first.describe(who.limited[0])[LimitName.BUDGET]["spent"] == pytest.approx(0.8)
     assert admitted(second, who, 1, 3 * spent)  # the one that crosses it is served
     with pytest.raises(Refused, match=r"max_budget is 1, and it is spent. Try again in 1m40s."):
         first.admit(who, 1, 0)
     # A new period, of which the accounting process has not told yet.
     host.wall.now += 101
     assert admitted(second, who, 1, 0)
-    assert first.describe(who.limited[0])[Limit.BUDGET]["spent"] == 0.0
+    assert first.describe(who.limited[0])[LimitName.BUDGET]["spent"] == 0.0
 
 
 def test_a_host_has_its_share_of_a_limit_and_without_one_admits_a_request(host: Host) -> None:
-    accounting, who = host.accounting(), principal(Access(rpm_limit=60, max_parallel_requests=40))
+    accounting, who = host.accounting(), principal(AccessPolicy(rpm_limit=60, max_parallel_requests=40))
     accounting.publish_hosts(2, host.clock.now + 100)
     assert burst(host, who, 10) == 1
     accounting.publish_lease(KEY, 0.5, host.clock.now + 3, full=False)
@@ -282,7 +287,7 @@ def test_a_host_has_its_share_of_a_limit_and_without_one_admits_a_request(host: 
 def test_a_limit_that_no_host_used_begins_full_and_an_outage_of_the_database_leaves_an_equal_part(
     host: Host,
 ) -> None:
-    accounting, who = host.accounting(), principal(Access(rpm_limit=60))
+    accounting, who = host.accounting(), principal(AccessPolicy(rpm_limit=60))
     accounting.publish_hosts(3, host.clock.now + 50)
     assert burst(host, who, 5) == 1
     accounting.publish_lease(KEY, 1.0, host.clock.now + 3, full=True)
@@ -292,7 +297,7 @@ def test_a_limit_that_no_host_used_begins_full_and_an_outage_of_the_database_lea
 
 
 async def test_limits_in_use_are_those_of_all_workers(host: Host) -> None:
-    key, tenant = principal(Access(rpm_limit=3)), principal(tenant=Access(rpm_limit=5))
+    key, tenant = principal(AccessPolicy(rpm_limit=3)), principal(tenant=AccessPolicy(rpm_limit=5))
     admitted(host.workers[0], key)
     admitted(host.workers[1], tenant)
     for worker in host.workers:
@@ -313,7 +318,7 @@ async def test_many_limits_are_described_over_several_turns(host: Host) -> None:
 
     worker = RateLimiter(SharedLimits(host.path, 2, host.clock), clock, host.wall)
     account = TenantAccount("web", b"")
-    access = (Access(rpm_limit=1000), Access(rpm_limit=1))
+    access = (AccessPolicy(rpm_limit=1000), AccessPolicy(rpm_limit=1))
     callers = [Principal(account, f"key-{i}", access) for i in range(3 * DESCRIBED_A_TURN)]
     for each in callers:
         admitted(worker, each)
@@ -330,10 +335,10 @@ async def test_many_limits_are_described_over_several_turns(host: Host) -> None:
 
 def test_where_more_are_in_use_than_slots_the_least_used_are_forgotten(tmp_path: Path) -> None:
     host = Host(tmp_path / "rows", 1)
-    limits = Access(rpm_limit=5)
+    limits = AccessPolicy(rpm_limit=5)
 
     def of(number: int) -> Principal:
-        return Principal(TenantAccount("web", b""), f"key-{number}", (Access(), limits))
+        return Principal(TenantAccount("web", b""), f"key-{number}", (AccessPolicy(), limits))
 
     # All of them want slots near those of the first.
     near = subject_key("key-0", is_key=True) % 16_384
@@ -395,7 +400,7 @@ def test_a_beat_ends_in_time_and_the_next_one_goes_on(tmp_path: Path) -> None:
     account = TenantAccount("web", b"")
     names = [f"key-{i}" for i in range(12)]
     for name in names:
-        limiter.admit(Principal(account, name, (Access(), Access(rpm_limit=60))), 1, 0)
+        limiter.admit(Principal(account, name, (AccessPolicy(), AccessPolicy(rpm_limit=60))), 1, 0)
     states = list(limiter.states())
     looked: list[float] = []
     for _ in range(4):

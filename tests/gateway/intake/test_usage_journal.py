@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gateway.intake import usage_journal
-from gateway.intake.usage_journal import Charge, UsageJournal
-from gateway.protocol.usage import Usage
-from gateway.telemetry.structured_log import Log
+from gateway.intake.usage_journal import UsageCharge, UsageJournal
+from gateway.protocol.usage import TokenUsage
+from gateway.telemetry.structured_log import StructuredLog
 from policy.tenancy.price import FREE
 from policy.tenancy.usage_slot import UsageRecord
 from policy.wire.headers import CANARY_HEADER
@@ -145,15 +145,15 @@ def test_without_room_requests_are_served_unrecorded_until_there_is_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged = StringIO()
-    journal = UsageJournal(tmp_path / "usage", Log(0, logged))
+    journal = UsageJournal(tmp_path / "usage", StructuredLog(0, logged))
     clock = [1000.0]
     monkeypatch.setattr(usage_journal, "time", lambda: clock[0])
 
-    def serve() -> Charge:
-        charge = Charge(journal, "t", "k", "m", "", FREE, 7)
+    def serve() -> UsageCharge:
+        charge = UsageCharge(journal, "t", "k", "m", "", FREE, 7)
         charge.begin()
         charge.relay(1)
-        charge.end(Usage(5, 0, 2))
+        charge.end(TokenUsage(5, 0, 2))
         return charge
 
     with monkeypatch.context() as full:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.delivery.crash_suspects import fingerprint
-from gateway.protocol.body import MAX_MEMBERS, Body, read, read_large
+from gateway.protocol.body import MAX_MEMBERS, RequestBody, read, read_large
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import RAW_FIELDS, SCALARS
 from gateway.protocol.json_splice import upstream_body
@@ -21,7 +21,7 @@ from gateway.protocol.validation.engine_work_limits import MAX_FIELD
 from tests.gateway.protocol.test_json_splice import bodies
 
 
-def large(raw: bytes) -> Body:
+def large(raw: bytes) -> RequestBody:
     return asyncio.run(read_large(raw, PieceReader()))
 
 

@@ -19,15 +19,15 @@ from gateway.protocol.body import MAX_DECODED
 from gateway.protocol.body_batching import SubRequest, join, split, sub_request_of
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
-from policy.config.deployment import Coalesce
+from policy.config.deployment import CoalesceConfig
 from policy.types import Runner
 from tests.serve.sim_driver import client_of, engine_of, spec
 
-BOUNDS = Coalesce(max_inputs=16, max_input_bytes=64)
+BOUNDS = CoalesceConfig(max_inputs=16, max_input_bytes=64)
 
 
 def share(
-    path: str, body: dict[str, Any] | bytes, tenant: str = "", bounds: Coalesce = BOUNDS
+    path: str, body: dict[str, Any] | bytes, tenant: str = "", bounds: CoalesceConfig = BOUNDS
 ) -> SubRequest | None:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return sub_request_of(ROUTES[path], bodies.read(raw), raw, tenant, bounds)
@@ -66,7 +66,7 @@ def test_requests_that_cannot_share_a_call(path: str, body: dict[str, Any] | byt
 
 
 def test_a_zero_window_disables_coalescing() -> None:
-    assert share("/v1/embeddings", embedding("a"), bounds=Coalesce(window_s=0)) is None
+    assert share("/v1/embeddings", embedding("a"), bounds=CoalesceConfig(window_s=0)) is None
 
 
 def test_requests_that_differ_only_in_input_form_a_group() -> None:

@@ -13,11 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
-from gateway.protocol.canonical_prompt import FIRST_BYTES, MAX_ENDS_OF_MESSAGES, rendered_prompt
+from gateway.protocol.canonical_prompt import FIRST_BYTES, MAX_ENDS_OF_MESSAGES, canonical_prompt
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.prompt_features import BytesPerToken, PromptHash, seed_of
-from serve.engine.sim.chat_template import Message, anthropic_turns, chat_turns, prompt_of, responses_turns
+from gateway.protocol.prompt_features import BytesPerToken, PromptFeatures, seed_of
+from serve.engine.sim.chat_template import (
+    ChatMessage,
+    anthropic_turns,
+    chat_turns,
+    prompt_of,
+    responses_turns,
+)
 from tests.gateway.protocol.agent_sessions import EPHEMERAL, claude_code, codex, openai_chat
 
 SEED = seed_of("m", "", "")
@@ -25,8 +31,8 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.150.{}; cch={};"
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
-def read(path: str, raw: bytes, density: BytesPerToken | None = None) -> PromptHash:
-    prompt = rendered_prompt(bodies.read(raw), ROUTES[path], raw)
+def read(path: str, raw: bytes, density: BytesPerToken | None = None) -> PromptFeatures:
+    prompt = canonical_prompt(bodies.read(raw), ROUTES[path], raw)
     return (density or BytesPerToken()).read(SEED, prompt, None, 1)
 
 
@@ -36,12 +42,12 @@ def tokens_of(path: str, raw: bytes) -> list[Any]:
     if path == RESPONSES:
         turns = responses_turns(body["input"], body["instructions"])
     else:
-        messages = msgspec.convert(body["messages"], list[Message])
+        messages = msgspec.convert(body["messages"], list[ChatMessage])
         turns = chat_turns(messages) if path == CHAT else anthropic_turns(messages, body["system"])
     return list(prompt_of(turns, body["tools"]).tokens)
 
 
-def shared(one: PromptHash, other: PromptHash) -> int:
+def shared(one: PromptFeatures, other: PromptFeatures) -> int:
     """The tokens of ``other`` that are believed cached where ``one`` was computed."""
     held = set(one.prefix)
     depth = sum(1 for _ in takewhile(lambda value: value in held, other.prefix))
@@ -180,14 +186,14 @@ def test_a_text_as_input_is_no_conversation() -> None:
 async def test_a_body_read_in_pieces_has_the_same_fingerprint() -> None:
     *_, raw = claude_code(12)
     large = await bodies.read_large(raw, PieceReader())
-    prompt = rendered_prompt(large, ROUTES[MESSAGES], raw)
+    prompt = canonical_prompt(large, ROUTES[MESSAGES], raw)
     found, same = BytesPerToken().read(SEED, prompt, None, 1), read(MESSAGES, raw)
-    assert all(getattr(found, name) == getattr(same, name) for name in PromptHash.__slots__)
+    assert all(getattr(found, name) == getattr(same, name) for name in PromptFeatures.__slots__)
 
 
 def test_a_body_full_of_marks_is_left_as_it_is_beyond_a_bound() -> None:
     raw = messages(*[[block("x", **MARK)]] * 200)
-    prompt = rendered_prompt(bodies.read(raw), ROUTES[MESSAGES], raw)
+    prompt = canonical_prompt(bodies.read(raw), ROUTES[MESSAGES], raw)
     assert b"".join(prompt.parts).count(b"cache_control") == 200 - MAX_ENDS_OF_MESSAGES
 
 
@@ -219,7 +225,7 @@ def test_any_body_has_a_fingerprint(system: Any, listed: list[Any], path: str, s
     field = ROUTES[path].prompt or ""
     body = {"model": "m", "system": system, "tools": [], field: listed}
     raw = json.dumps(body, separators=None if spaced else (",", ":")).encode()
-    prompt = rendered_prompt(bodies.read(raw), ROUTES[path], raw)
+    prompt = canonical_prompt(bodies.read(raw), ROUTES[path], raw)
     size = sum(map(len, prompt.parts))
     assert size <= len(raw)
     assert list(prompt.ends) == sorted(prompt.ends) and all(0 <= end <= size for end in prompt.ends)

@@ -20,7 +20,7 @@ from gateway.protocol.sse_validator import (
     ResponsesValidator,
     SseValidator,
 )
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from tests.gateway.fake_replica import DONE, STREAM, event
 
 CRLF = STREAM.replace(b"\n", b"\r\n")
@@ -159,7 +159,7 @@ def test_usage_is_read_however_it_is_cut_and_stripped_if_we_asked(cuts: list[int
         edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
         out = b"".join(tail.feed(data[a:b]) for a, b in itertools.pairwise(edges))
         assert out == (events + DONE if strip else data)
-        assert tail.usage == Usage(9, 4, 3)
+        assert tail.usage == TokenUsage(9, 4, 3)
         assert tail.end(clean=True) is None
 
 
@@ -167,7 +167,7 @@ def test_usage_in_the_event_that_finishes_is_not_stripped() -> None:
     tail = ChatValidator(1, strip_usage=True)
     data = b'data: {"choices":[{"index":0,"finish_reason":"stop"}],"usage":{"prompt_tokens":2}}\n\n'
     assert tail.feed(data) == data
-    assert tail.usage == Usage(2, 0, 0)
+    assert tail.usage == TokenUsage(2, 0, 0)
 
 
 def test_each_api_has_its_usage_format() -> None:
@@ -176,7 +176,7 @@ def test_each_api_has_its_usage_format() -> None:
         b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":'
         b'{"input_tokens":7,"output_tokens":2,"input_tokens_details":{"cached_tokens":5}}}}\n\n'
     )
-    assert responses.usage == Usage(7, 5, 2)
+    assert responses.usage == TokenUsage(7, 5, 2)
     messages = MessagesValidator()
     messages.feed(
         b'event: message_start\ndata: {"type":"message_start","message":{"usage":'
@@ -184,7 +184,7 @@ def test_each_api_has_its_usage_format() -> None:
         b'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":4}}\n\n'
         b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
     )
-    assert messages.usage == Usage(10, 3, 4)
+    assert messages.usage == TokenUsage(10, 3, 4)
     assert messages.finished
 
 

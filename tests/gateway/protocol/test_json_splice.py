@@ -13,7 +13,7 @@ from msgspec import Raw
 from gateway.protocol.body import read
 from gateway.protocol.json_decoders import ABSENT
 from gateway.protocol.json_splice import (
-    Edit,
+    JsonEdit,
     UpstreamBody,
     force_usage,
     locate,
@@ -78,7 +78,7 @@ def test_only_edited_members_change_in_a_body(given_body: tuple[bytes, dict[str,
 def test_an_edit_changes_no_other_byte(given_body: tuple[bytes, dict[str, Any]]) -> None:
     raw, content = given_body
     begin, end = locate(raw, read(raw).stream_options) if "stream_options" in content else (0, 0)
-    edited = b"".join(splice(raw, [Edit(begin, end, b"!")]))
+    edited = b"".join(splice(raw, [JsonEdit(begin, end, b"!")]))
     assert edited == raw[:begin] + b"!" + raw[end:]
 
 
@@ -114,7 +114,7 @@ def test_a_value_of_another_body_is_not_located() -> None:
 
 def test_edits_that_overlap_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
-        splice(b"{}" * 9, [Edit(0, 4, b""), Edit(3, 5, b"")])
+        splice(b"{}" * 9, [JsonEdit(0, 4, b""), JsonEdit(3, 5, b"")])
 
 
 SALT = b'"5a17"'

@@ -14,7 +14,7 @@ from gateway.protocol.json_structure import (
     MAX_GAP_BYTES,
     PLAIN_DEPTH,
     BoundExceeded,
-    Member,
+    JsonMember,
     StructureScan,
     depth_exceeds,
     lacks_members,
@@ -47,7 +47,7 @@ def depth(value: Any) -> int:
     return 0 if inner is None else 1 + max(map(depth, inner), default=0)
 
 
-def members(raw: bytes, piece_bytes: int, *, max_depth: int = 99, most: int = 99) -> list[Member]:
+def members(raw: bytes, piece_bytes: int, *, max_depth: int = 99, most: int = 99) -> list[JsonMember]:
     scan = StructureScan(raw, max_depth, most, piece_bytes=piece_bytes)
     while not scan.advance():
         pass

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
-from gateway.protocol.canonical_prompt import RenderedPrompt, rendered_prompt
+from gateway.protocol.canonical_prompt import CanonicalPrompt, canonical_prompt
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import (
     BLOCK_BYTES,
     BOUNDARIES,
     COUNTED_BYTES,
     BytesPerToken,
-    PromptHash,
+    PromptFeatures,
     adapter_key,
     limit_of,
     seed_of,
@@ -28,18 +28,20 @@ from gateway.protocol.prompt_features import (
 SEED = seed_of("m", "", "")
 
 
-def fingerprint(route: str = "/v1/chat/completions", seed: int = SEED, **fields: Any) -> PromptHash:
+def fingerprint(route: str = "/v1/chat/completions", seed: int = SEED, **fields: Any) -> PromptFeatures:
     raw = json.dumps({"model": "m", **fields}).encode()
     body = bodies.read(raw)
-    return BytesPerToken().read(seed, rendered_prompt(body, ROUTES[route], raw), limit_of(body), body.choices)
+    return BytesPerToken().read(
+        seed, canonical_prompt(body, ROUTES[route], raw), limit_of(body), body.choices
+    )
 
 
-def chat(system: str, user: str, **fields: Any) -> PromptHash:
+def chat(system: str, user: str, **fields: Any) -> PromptFeatures:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     return fingerprint(messages=messages, **fields)
 
 
-def common(one: PromptHash, other: PromptHash) -> int:
+def common(one: PromptFeatures, other: PromptFeatures) -> int:
     """Tokens of the beginning that two prompts are known to share."""
     depth = 0
     for i, (a, b) in enumerate(zip(one.prefix, other.prefix, strict=False)):
@@ -122,7 +124,7 @@ def test_the_assumed_answer_length_is_the_maximum_of_the_request() -> None:
 
 def test_predicted_lengths_follow_the_counts_of_engines() -> None:
     density = BytesPerToken()
-    text = RenderedPrompt([memoryview(b"x" * 3000)])
+    text = CanonicalPrompt([memoryview(b"x" * 3000)])
     for _ in range(300):
         density.learn(density.read(SEED, text, None, 1).prompt_bytes, 1000, 40)
     assert density.read(SEED, text, None, 1).prompt_tokens == pytest.approx(1000, rel=0.02)
@@ -147,8 +149,8 @@ def test_hashes_do_not_depend_on_the_parts_of_a_prompt(text: bytes, cuts: list[i
     view = memoryview(text)
     parts = [view[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     density = BytesPerToken()
-    whole = density.read(seed, RenderedPrompt([view]), 1, 1)
-    assert density.read(seed, RenderedPrompt(parts), 1, 1).prefix == whole.prefix
+    whole = density.read(seed, CanonicalPrompt([view]), 1, 1)
+    assert density.read(seed, CanonicalPrompt(parts), 1, 1).prefix == whole.prefix
 
 
 def test_a_long_prompt_has_few_boundaries() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gateway.protocol.response_model_name import ModelRewrite
+from gateway.protocol.response_model_name import ModelNameRewrite
 
 OURS, THEIRS = "m", "org/Model-1é"
 
@@ -26,8 +26,8 @@ def test_only_the_models_name_changes_however_the_answer_is_cut(encode, quoted: 
         return {"model": name, "text": quoted, "response": {"id": 1, "model": name}, "models": THEIRS}
 
     came, expected = encode(answer(THEIRS)), answer(OURS)
-    assert json.loads(ModelRewrite(THEIRS, OURS).whole(came)) == expected
+    assert json.loads(ModelNameRewrite(THEIRS, OURS).whole(came)) == expected
     for cut in range(len(came)):
-        rewrite = ModelRewrite(THEIRS, OURS)
+        rewrite = ModelNameRewrite(THEIRS, OURS)
         parts = rewrite.feed(came[:cut], complete=False), rewrite.feed(came[cut:], complete=True)
         assert json.loads(b"".join(parts)) == expected

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
-from gateway.protocol.canonical_prompt import rendered_prompt
+from gateway.protocol.canonical_prompt import canonical_prompt
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import BytesPerToken, seed_of
 from gateway.protocol.usage import (
     MAX_USAGE_BYTES,
     MOST_TYPES,
-    Usage,
+    TokenUsage,
     UsageBounds,
     read_usage,
     usage_inside,
@@ -32,9 +32,9 @@ COUNTS = {"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2}
 def test_usage_is_found_at_the_end_of_an_answer(size: int, text: str, spaced: bool) -> None:
     answer = {"text": text * 9 + "x" * size + text, "usage": COUNTS, "kv_transfer_params": None, "y": text}
     raw = json.dumps(answer, indent=1 if spaced else None, ensure_ascii=False).encode()
-    assert usage_of_answer(raw) == usage_inside(raw) == Usage(5, 0, 2)
+    assert usage_of_answer(raw) == usage_inside(raw) == TokenUsage(5, 0, 2)
     if size > 1000:
-        assert usage_of_answer(raw[-MAX_USAGE_BYTES:]) == Usage(5, 0, 2)
+        assert usage_of_answer(raw[-MAX_USAGE_BYTES:]) == TokenUsage(5, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,14 @@ def test_an_answer_without_usage_has_none(raw: bytes) -> None:
 
 
 def test_usage_without_output_tokens() -> None:
-    assert read_usage(b'{"prompt_tokens":8,"total_tokens":8}') == Usage(8, 0, 0)
+    assert read_usage(b'{"prompt_tokens":8,"total_tokens":8}') == TokenUsage(8, 0, 0)
 
 
 def test_cached_tokens_are_a_part_of_the_prompt_tokens() -> None:
-    assert read_usage(b'{"prompt_tokens":8,"prompt_tokens_details":{"cached_tokens":6}}') == Usage(8, 6, 0)
-    assert read_usage(b'{"prompt_tokens":8,"prompt_tokens_details":null}') == Usage(8, 0, 0)
+    assert read_usage(b'{"prompt_tokens":8,"prompt_tokens_details":{"cached_tokens":6}}') == TokenUsage(
+        8, 6, 0
+    )
+    assert read_usage(b'{"prompt_tokens":8,"prompt_tokens_details":null}') == TokenUsage(8, 0, 0)
 
 
 TEXT, CHAT = "x" * 4000, ROUTES["/v1/chat/completions"]
@@ -59,37 +61,37 @@ TEXT, CHAT = "x" * 4000, ROUTES["/v1/chat/completions"]
 @pytest.mark.parametrize(
     ("usage", "events", "more", "contradiction"),
     [
-        (Usage(1000, 0, 50), 50, {}, ""),
-        (Usage(1000, 1000, 0), 0, {}, ""),
-        (Usage(32, 0, 50), 50, {}, ""),
-        (Usage(10, 0, 50), 50, {}, "prompt"),
-        (Usage(-1, 0, 50), 50, {}, "prompt"),
-        (Usage(4000 + 300, 0, 50), 50, {}, ""),
-        (Usage(10_000, 0, 50), 50, {}, "prompt"),
-        (Usage(10_000, 0, 50), 50, {"mm": [{"type": "image_url"}]}, ""),
-        (Usage(1000, 1001, 50), 50, {}, "cached"),
-        (Usage(1000, -1, 50), 50, {}, "cached"),
-        (Usage(1000, 0, 8), 50, {}, ""),
-        (Usage(1000, 0, 5), 50, {}, "completion"),
-        (Usage(1000, 0, -1), 0, {}, "completion"),
-        (Usage(1000, 0, 100), 100, {"max_tokens": 50}, "completion"),
-        (Usage(1000, 0, 100), 100, {"max_tokens": 50, "n": 2}, ""),
-        (Usage(1000, 0, 8192), 100, {}, ""),
-        (Usage(1000, 0, 8193), 100, {}, "completion"),
+        (TokenUsage(1000, 0, 50), 50, {}, ""),
+        (TokenUsage(1000, 1000, 0), 0, {}, ""),
+        (TokenUsage(32, 0, 50), 50, {}, ""),
+        (TokenUsage(10, 0, 50), 50, {}, "prompt"),
+        (TokenUsage(-1, 0, 50), 50, {}, "prompt"),
+        (TokenUsage(4000 + 300, 0, 50), 50, {}, ""),
+        (TokenUsage(10_000, 0, 50), 50, {}, "prompt"),
+        (TokenUsage(10_000, 0, 50), 50, {"mm": [{"type": "image_url"}]}, ""),
+        (TokenUsage(1000, 1001, 50), 50, {}, "cached"),
+        (TokenUsage(1000, -1, 50), 50, {}, "cached"),
+        (TokenUsage(1000, 0, 8), 50, {}, ""),
+        (TokenUsage(1000, 0, 5), 50, {}, "completion"),
+        (TokenUsage(1000, 0, -1), 0, {}, "completion"),
+        (TokenUsage(1000, 0, 100), 100, {"max_tokens": 50}, "completion"),
+        (TokenUsage(1000, 0, 100), 100, {"max_tokens": 50, "n": 2}, ""),
+        (TokenUsage(1000, 0, 8192), 100, {}, ""),
+        (TokenUsage(1000, 0, 8193), 100, {}, "completion"),
     ],
 )
 def test_counts_that_contradict_their_request(
-    usage: Usage, events: int, more: dict[str, Any], contradiction: str
+    usage: TokenUsage, events: int, more: dict[str, Any], contradiction: str
 ) -> None:
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": TEXT}], **more}).encode()
     body = bodies.read(raw)
-    prompt = BytesPerToken().read(seed_of("m", "", ""), rendered_prompt(body, CHAT, raw), None, 1)
+    prompt = BytesPerToken().read(seed_of("m", "", ""), canonical_prompt(body, CHAT, raw), None, 1)
     request = Request(
         "m", prompt_tokens=prompt.prompt_tokens, output_tokens=99, prompt_bytes=prompt.prompt_bytes
     )
     bounds = UsageBounds(request, body, raw, max_model_len=8192)
     assert bounds.contradiction(usage, events) == contradiction
-    assert bounds.estimate(events) == Usage(prompt.prompt_tokens, 0, events or 99, exact=False)
+    assert bounds.estimate(events) == TokenUsage(prompt.prompt_tokens, 0, events or 99, exact=False)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,8 @@ def test_counts_that_contradict_their_request(
 def test_no_text_has_fewer_tokens_than_it_can(fields: dict[str, Any], least: int) -> None:
     raw = json.dumps({"model": "m", **fields}).encode()
     bounds = UsageBounds(Request("m"), bodies.read(raw), raw, max_model_len=None)
-    assert bounds.contradiction(Usage(least), 0) == ""
-    assert not least or bounds.contradiction(Usage(least - 1), 0) == "prompt"
+    assert bounds.contradiction(TokenUsage(least), 0) == ""
+    assert not least or bounds.contradiction(TokenUsage(least - 1), 0) == "prompt"
 
 
 class Searched(bytes):
@@ -143,7 +145,7 @@ def test_a_body_is_searched_seldom_for_what_has_no_tokens_in_it(more: dict[str, 
     plain = json.dumps({"model": "m", "prompt": TEXT, **more}).encode()
     raw, body = Searched(plain), bodies.read(plain)
     bounds = UsageBounds(Request("m", prompt_tokens=1000, prompt_bytes=4000), body, raw, max_model_len=8192)
-    assert bounds.contradiction(Usage(10, 0, 50), 50) == ("" if searches == MOST_TYPES else "prompt")
+    assert bounds.contradiction(TokenUsage(10, 0, 50), 50) == ("" if searches == MOST_TYPES else "prompt")
     assert raw.searches == searches
 
 
@@ -152,4 +154,4 @@ def test_a_medium_without_a_type_may_have_any_number_of_tokens() -> None:
     body = bodies.read(raw)
     body.media = 1
     bounds = UsageBounds(Request("m", prompt_tokens=10, prompt_bytes=0), body, raw, max_model_len=8192)
-    assert bounds.contradiction(Usage(8000, 0, 50), 50) == ""
+    assert bounds.contradiction(TokenUsage(8000, 0, 50), 50) == ""

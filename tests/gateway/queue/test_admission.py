@@ -14,27 +14,27 @@ import uvloop
 
 from gateway.protocol.errors import Refused
 from gateway.queue.admission import Admission
-from gateway.queue.model_queue import REST_S, Ticket
+from gateway.queue.model_queue import REST_S, QueueTicket
 from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import LOCAL, SharedCounts, SharedRows
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.admission.dispatcher import MOST_GRANTED
 from policy.admission.retry_policy import AttemptOutcome
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
-from policy.engine.performance_model import EngineModel, Limits, Timing
+from policy.engine.performance_model import BatchLimits, EngineModel, Timing
 from policy.errors import Refusal
 from policy.request import Request
-from policy.types import Load, Priority
+from policy.types import Priority, ReplicaLoad
 from tests.gateway.fake_replica import ready_replica
 from tests.gateway.virtual_time import run_virtual
 
 WAIT_S = 60.0
 # Steps of 10 ms, whatever runs.
 TIMING = Timing(
-    limits=Limits(max_num_batched_tokens=8192, max_num_seqs=64, kv_tokens=1_000_000),
+    limits=BatchLimits(max_num_batched_tokens=8192, max_num_seqs=64, kv_tokens=1_000_000),
     model=EngineModel(o=0.01, w=0.0, c=1e-7, g=0.0, r=0.0),
 )
 MAX_BYTES = 10_000
@@ -55,7 +55,7 @@ class Queues:
         rng: random.Random | None = None,
     ) -> None:
         self._shared = shared
-        self.metrics = Metrics()
+        self.metrics = WorkerMetrics()
         slo = ControlConfig(slo=SloConfig(ttft_p95_s=ttft_s))
         deployment = Deployment(
             models=(ModelSpec(name="alpha", control=slo), ModelSpec(name="beta", control=slo)),
@@ -73,23 +73,23 @@ class Queues:
     def _model(self, name: str, bound: int, replicas: int) -> ServedModel:
         served = ServedModel(name)
         for i in range(replicas):
-            replica = ready_replica(f"{name}{i}", name, load=Load(at=0.0, bound=bound))
+            replica = ready_replica(f"{name}{i}", name, load=ReplicaLoad(at=0.0, bound=bound))
             handle = ReplicaHandle(replica, 1.0, None, self._shared, served.health)
             handle.answering = True
             served.handles.append(handle)
         return served
 
-    def arrive(self, served: ServedModel, size: int = 1, **more: Any) -> Ticket:
+    def arrive(self, served: ServedModel, size: int = 1, **more: Any) -> QueueTicket:
         now = asyncio.get_running_loop().time()
         request = Request(served.name, size=size, **{"arrived": now, "deadline": now + WAIT_S, **more})
         return self.admission.ticket(served, request)
 
-    async def ask(self, ticket: Ticket) -> asyncio.Task[ReplicaHandle]:
+    async def ask(self, ticket: QueueTicket) -> asyncio.Task[ReplicaHandle]:
         asked = asyncio.create_task(ticket.wait())
         await settled()
         return asked
 
-    async def fill(self, served: ServedModel, **more: Any) -> Ticket:
+    async def fill(self, served: ServedModel, **more: Any) -> QueueTicket:
         """A request that has a slot."""
         ticket = self.arrive(served, **more)
         await ticket.wait()
@@ -105,7 +105,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def end(ticket: Ticket, outcome: AttemptOutcome = AttemptOutcome.SERVED, *tokens: int) -> None:
+def end(ticket: QueueTicket, outcome: AttemptOutcome = AttemptOutcome.SERVED, *tokens: int) -> None:
     counted = (tokens[0], tokens[1]) if tokens else None
     ticket.end(asyncio.get_running_loop().time(), outcome, counted)
 
@@ -414,7 +414,7 @@ async def test_a_slot_that_another_worker_takes_during_a_choice_is_not_taken_twi
                 taken[0].enter(0.0)
             return super().random()
 
-    taken: list[Ticket] = []
+    taken: list[QueueTicket] = []
     queues, others = Queues(shared=rows[0], rng=Meanwhile()), Queues(shared=rows[1])
     asked = await queues.ask(queues.arrive(queues.alpha))
     assert taken[0].replica is others.alpha.handles[0]

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from gateway.intake.usage_journal import Charge
+from gateway.intake.usage_journal import UsageCharge
 from gateway.protocol import body as bodies
 from gateway.protocol.body_batching import sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_structure import PieceReader
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.usage import Usage
-from gateway.queue.dynamic_batching import Coalescer
-from gateway.request_context import Call
+from gateway.protocol.usage import TokenUsage
+from gateway.queue.dynamic_batching import DynamicBatcher
+from gateway.request_context import RequestContext
 from gateway.routing.fleet import ServedModel
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
-from gateway.telemetry.traces.request_trace import Attempt, RequestTrace
-from policy.config.deployment import Coalesce
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
+from gateway.telemetry.traces.request_trace import RequestTrace, TracedAttempt
+from policy.config.deployment import CoalesceConfig
 from policy.errors import Refusal
 from policy.request import Request
 from policy.tenancy.price import FREE
@@ -41,11 +41,13 @@ class Site:
     """A coalescer in front of a fake engine: ``sent`` are the inputs that reached it."""
 
     def __init__(self, **bounds: Any) -> None:
-        self.metrics = Metrics()
+        self.metrics = WorkerMetrics()
         self.logged = io.StringIO()
-        self.coalescer = Coalescer(self._deliver, self.metrics, Log(0, self.logged), PieceReader())
+        self.coalescer = DynamicBatcher(
+            self._deliver, self.metrics, StructuredLog(0, self.logged), PieceReader()
+        )
         self.journal: Any = SimpleNamespace(take=lambda charge: False)
-        self.bounds = Coalesce(**{"window_s": 0.02, **bounds})
+        self.bounds = CoalesceConfig(**{"window_s": 0.02, **bounds})
         self.sent: list[list[str]] = []
         self.requests: list[Request] = []
         self.clients: list[weakref.ref[object]] = []
@@ -58,13 +60,18 @@ class Site:
         return None
 
     async def _deliver(
-        self, call: Call, served: ServedModel, request: Request, body: bodies.Body, raw: bytes
+        self,
+        call: RequestContext,
+        served: ServedModel,
+        request: Request,
+        body: bodies.RequestBody,
+        raw: bytes,
     ) -> None:
         inputs = json.loads(raw)["input"]
         inputs = [inputs] if isinstance(inputs, str) else inputs
         self.sent.append(inputs)
         assert call.trace is not None
-        call.trace.begin(Attempt(0.0, 0.0, b"r1"))
+        call.trace.begin(TracedAttempt(0.0, 0.0, b"r1"))
         self.requests.append(request)
         try:
             await self.hold.wait()
@@ -78,7 +85,7 @@ class Site:
             answer = json.dumps(body).encode()
         call.replica = b"r1"
         call.outcome = "ok"
-        call.usage = Usage(prompt=8)
+        call.usage = TokenUsage(prompt=8)
         await call.answer(200, [(b"content-type", b"application/json")], answer)
 
     def ask(self, *inputs: str, deadline: float = 9e9) -> asyncio.Task[dict[str, Any]]:
@@ -95,8 +102,8 @@ class Site:
             return {"type": "http.disconnect"}
 
         self.clients.append(weakref.ref(send))
-        call = Call(ROUTE, {"headers": []}, receive, send)
-        call.charge = Charge(self.journal, "t", "k", "vectors", "", FREE, len(raw))
+        call = RequestContext(ROUTE, {"headers": []}, receive, send)
+        call.charge = UsageCharge(self.journal, "t", "k", "vectors", "", FREE, len(raw))
         call.trace = RequestTrace(b"1" * 32, b"", 1, sampled=True)
         body = bodies.read(raw)
         request = Request("vectors", prompt_tokens=len(raw), size=len(raw), deadline=deadline)

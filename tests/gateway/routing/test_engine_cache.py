@@ -20,15 +20,15 @@ from gateway.routing.discovered_server import external_replica
 from gateway.routing.engine_cache import external_server_cache
 from gateway.routing.engine_cache.external_server_cache import MAX_WAITING, SentPrompt, ServerCache
 from gateway.routing.engine_cache.external_server_caches import ServerCaches
-from gateway.routing.engine_cache.known_prompts import KEY_BYTES, PROMPT_BYTES, Blocks, KnownPrompts
-from gateway.routing.engine_cache.prompt_tokens import KEYS_A_TURN, Prompt
+from gateway.routing.engine_cache.known_prompts import KEY_BYTES, PROMPT_BYTES, KnownPrompts, PromptBlocks
+from gateway.routing.engine_cache.prompt_tokens import KEYS_A_TURN, TokenizablePrompt
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
-from gateway.routing.fleet_listeners import FleetEvents
+from gateway.routing.fleet_listeners import FleetListeners
 from gateway.routing.model_routers import ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.structured_log import StructuredLog
 from policy.deployment_file.parse import parse
 from policy.hashing import block_keys, hash_name
 from policy.request import Request
@@ -95,9 +95,9 @@ class Fleet:
         self.servers = servers
         self.lines = StringIO()
         self.routers = ModelRouters(random.Random(1))  # noqa: S311 - ties, not secrets
-        events = FleetEvents(cached=self.routers.learn_cached, forgotten=self.routers.forget)
-        caches = ServerCaches(events.cached, events.forgotten, Log(0, self.lines))
-        self.view = FleetView("s", Metrics(), events=events, caches=caches)
+        events = FleetListeners(cached=self.routers.learn_cached, forgotten=self.routers.forget)
+        caches = ServerCaches(events.cached, events.forgotten, StructuredLog(0, self.lines))
+        self.view = FleetView("s", WorkerMetrics(), events=events, caches=caches)
         urls = [server.http.url for server in servers]
         self.view.read_document(parse({"models": [{"name": "alpha", "engine": "external", "urls": urls}]}))
 
@@ -166,9 +166,9 @@ def request_of(text: str) -> Request:
     )
 
 
-def prompt_of(text: str, salt: bytes = b"", **more: Any) -> Prompt:
+def prompt_of(text: str, salt: bytes = b"", **more: Any) -> TokenizablePrompt:
     raw = json.dumps({"model": "alpha", "messages": [{"role": "user", "content": text}], **more}).encode()
-    return Prompt(CHAT, bodies.read(raw), model="theirs", adapter="", salt=salt)
+    return TokenizablePrompt(CHAT, bodies.read(raw), model="theirs", adapter="", salt=salt)
 
 
 @asynccontextmanager
@@ -344,7 +344,7 @@ def test_what_would_be_rendered_otherwise_is_not_asked_for(
     path: str, given: dict[str, Any], tokens: list[int] | None, asks: bool
 ) -> None:
     body = bodies.read(json.dumps({"model": "m", **given}).encode())
-    prompt = Prompt(ROUTES[path], body, model="m", adapter="", salt=b"")
+    prompt = TokenizablePrompt(ROUTES[path], body, model="m", adapter="", salt=b"")
     assert prompt.tokens() == tokens
     if tokens is None:
         assert (prompt.question() is not None) is asks
@@ -353,19 +353,19 @@ def test_what_would_be_rendered_otherwise_is_not_asked_for(
 def test_known_prompts_are_bounded() -> None:
     known = KnownPrompts(max_bytes=3 * PROMPT_BYTES + 11 * KEY_BYTES)
     for number in range(4):
-        known.add(2, Blocks(array("q", [number] * 3), 16, 48))
+        known.add(2, PromptBlocks(array("q", [number] * 3), 16, 48))
     assert [each.keys[0] for each in known.of(2, 16)] == [2, 3]
     assert known.of(2, 32) == []
-    known.add(4, Blocks(array("q", [9] * 6), 16, 96))
+    known.add(4, PromptBlocks(array("q", [9] * 6), 16, 96))
     assert (known.of(2, 16), len(known.of(4, 16))) == ([], 1)
 
 
 def test_prompts_without_a_full_block_are_bounded_too() -> None:
     known = KnownPrompts(max_bytes=10 * PROMPT_BYTES)
     for deepest in range(0, 200, 2):
-        known.add(deepest, Blocks(array("q"), 16, 15))
+        known.add(deepest, PromptBlocks(array("q"), 16, 15))
     assert [deepest for deepest in range(0, 200, 2) if known.of(deepest, 16)] == list(range(180, 200, 2))
-    known.add(2, Blocks(array("q", range(10)), 16, 160))
+    known.add(2, PromptBlocks(array("q", range(10)), 16, 160))
     assert not known.of(180, 16)
     assert known.of(2, 16)
 

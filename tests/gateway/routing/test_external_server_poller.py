@@ -15,7 +15,7 @@ from gateway.http.http1_client import ConnectionPool
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller, PollTimes
 from gateway.routing.fleet import FleetView
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.deployment_file.parse import parse
 from policy.routing.concurrency_limit import ServerQueue
 from policy.scaling.reconcile_steps import LayerKey
@@ -84,7 +84,9 @@ AT_ONCE = PollTimes(probe_every_s=0.0)
 async def probe(view: View, server: str | dict[str, Any], times: PollTimes = AT_ONCE, **more: Any) -> None:
     """Probe the only server of the model "alpha", with ``more`` keys, as often as ``view`` wants."""
     document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]} | more]})
-    task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document, Log(0), times).run())
+    task = asyncio.create_task(
+        ExternalPoller(cast("FleetView", view), lambda: document, StructuredLog(0), times).run()
+    )
     async with asyncio.timeout(60):
         await view.enough.wait()
     task.cancel()

@@ -17,16 +17,16 @@ from gateway.control.controller_feed import fleet_replaces
 from gateway.routing.discovered_server import external_replica
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import RESTART_S, SETTLE_S, SNAPSHOT_STALE_S, FleetView
-from gateway.routing.fleet_listeners import NO_EVENTS, FleetEvents
+from gateway.routing.fleet_listeners import NO_EVENTS, FleetListeners
 from gateway.routing.outlier_ejection import new_stalls
 from gateway.routing.replica_handle import STALE_S, ReplicaHandle
 from gateway.routing.shared_counters import SharedRows
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.deployment_file.parse import parse
 from policy.hashing import hash_name
 from policy.routing.replica_health import AttemptResult
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
+from policy.types import EngineKind, FleetSnapshot, Model, Replica, ReplicaLoad, ReplicaPhase, Runner
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
 
@@ -34,20 +34,22 @@ MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)
 READY = b'{"state":"ready","load":{"at":1,"bound":8}}'
 DRAINING = b'{"state":"draining","load":{"at":1,"bound":8}}'
 RESTARTED_AT = 50.0
-LOAD = Load(at=0.0, bound=8)
+LOAD = ReplicaLoad(at=0.0, bound=8)
 
 
-def fleet(epoch: float, *ids: str, version: int = 1) -> Fleet:
+def fleet(epoch: float, *ids: str, version: int = 1) -> FleetSnapshot:
     return with_replicas(
         *(ready_replica(id_, "alpha", load=LOAD) for id_ in ids), epoch=epoch, version=version
     )
 
 
-def with_replicas(*replicas: Replica, model: Model = MODEL, epoch: float = 1.0, version: int = 1) -> Fleet:
-    return Fleet(epoch=epoch, version=version, at=0.0, models=(model,), replicas=replicas)
+def with_replicas(
+    *replicas: Replica, model: Model = MODEL, epoch: float = 1.0, version: int = 1
+) -> FleetSnapshot:
+    return FleetSnapshot(epoch=epoch, version=version, at=0.0, models=(model,), replicas=replicas)
 
 
-def in_states(states: Sequence[ReplicaPhase], model: Model = MODEL) -> Fleet:
+def in_states(states: Sequence[ReplicaPhase], model: Model = MODEL) -> FleetSnapshot:
     """A fleet with one replica in each state."""
     return with_replicas(
         *(ready_replica(f"r{i}", "alpha", state=state) for i, state in enumerate(states)), model=model
@@ -58,7 +60,7 @@ class View(FleetView):
     """A view that follows two replicas of one controller."""
 
     def __init__(self) -> None:
-        super().__init__("", Metrics())
+        super().__init__("", WorkerMetrics())
         self.take(fleet(1.0, "one", "two"), "controller", 10.0)
 
     def report(self, line: bytes) -> None:
@@ -111,7 +113,7 @@ async def test_a_replica_that_is_not_ready_itself_is_dropped(view: View, line: b
 
 async def test_a_removed_model_removes_its_replicas(view: View) -> None:
     view.report(READY)
-    view.take(Fleet(epoch=2.0, version=1, at=0.0), "controller", RESTARTED_AT)
+    view.take(FleetSnapshot(epoch=2.0, version=1, at=0.0), "controller", RESTARTED_AT)
     assert view.models == []
 
 
@@ -120,8 +122,8 @@ async def test_a_load_line_looks_at_few_replicas_and_those_up_are_counted_for_th
 ) -> None:
     looked, changed = Mock(return_value=True), Mock()
     monkeypatch.setattr(ReplicaHandle, "admissible", property(looked))
-    metrics = Metrics()
-    view = FleetView("", metrics, events=FleetEvents(changed=changed))
+    metrics = WorkerMetrics()
+    view = FleetView("", metrics, events=FleetListeners(changed=changed))
     view.take(fleet(1.0, *(f"r{i}" for i in range(100))), "controller", 10.0)
     looked.reset_mock()
     changed.reset_mock()
@@ -138,7 +140,7 @@ async def test_a_load_line_looks_at_few_replicas_and_those_up_are_counted_for_th
     view.models[0].handles[7].full = False
     view.replica_changed(view.models[0])
     assert changed.call_count == 2
-    view.take(Fleet(epoch=1.0, version=2, at=0.0), "controller", 11.0)
+    view.take(FleetSnapshot(epoch=1.0, version=2, at=0.0), "controller", 11.0)
     view.count_up()
     assert metrics.model("alpha").replicas_up == 0
     view.close()
@@ -153,7 +155,7 @@ def test_an_empty_fleet_of_a_controller_that_just_started_is_not_kept() -> None:
     assert fleet_replaces(fleet(2.0), fleet(1.0))
 
 
-def handle(replica: Replica | None = None, events: FleetEvents = NO_EVENTS) -> ReplicaHandle:
+def handle(replica: Replica | None = None, events: FleetListeners = NO_EVENTS) -> ReplicaHandle:
     made = ReplicaHandle(replica or fleet(1.0, "one").replicas[0], 1.0, None, events=events)
     made.count(READY, 0.0)
     return made
@@ -192,7 +194,7 @@ def test_a_stale_report_is_dropped() -> None:
 def test_a_replaced_process_resets_cache_and_breaker() -> None:
     replica = fleet(1.0, "one").replicas[0]
     forgotten: list[int] = []
-    one = handle(replica, FleetEvents(forgotten=lambda model, key: forgotten.append(key)))
+    one = handle(replica, FleetListeners(forgotten=lambda model, key: forgotten.append(key)))
     for _ in range(4):
         one.health.record(one.breaker, AttemptResult.BAD, 0.0)
     one.become(msgspec.structs.replace(replica, adapters=("sql",)), 1.0)
@@ -205,7 +207,7 @@ def test_a_replaced_process_resets_cache_and_breaker() -> None:
 
 def test_reported_prefixes_reach_the_listener() -> None:
     lines: list[LoadLine] = []
-    one = handle(events=FleetEvents(prefixes=lambda model, key, line: lines.append(line)))
+    one = handle(events=FleetListeners(prefixes=lambda model, key, line: lines.append(line)))
     one.count(b'{"state":"ready","load":{"at":1},"prefixes":[18446744073709551615,1]}', 1.0)
     one.count(READY, 2.0)
     one.count(
@@ -246,7 +248,7 @@ def test_a_half_open_breaker_admits_one_probe() -> None:
 )
 async def test_unavailable_models(states: list[ReplicaPhase], target: int, is_unavailable: bool) -> None:
     snapshot = in_states(states, msgspec.structs.replace(MODEL, target=target))
-    view = FleetView("", Metrics())
+    view = FleetView("", WorkerMetrics())
     view.take(snapshot, "controller", 10.0)
     served = view.models[0]
     assert not served.is_unavailable(10.0 + RESTART_S)  # its host may be starting it again
@@ -273,7 +275,7 @@ STARTING = ReplicaPhase.STARTING
     ids=["none", "the last one drains", "one starts", "one serves"],
 )
 async def test_sleeping_models(states: list[ReplicaPhase], *, down: bool, asleep: bool) -> None:
-    view = FleetView("", Metrics())
+    view = FleetView("", WorkerMetrics())
     view.take(in_states(states), "controller", 10.0)
     served = view.models[0]
     assert (served.down, served.asleep) == (down, asleep)
@@ -283,7 +285,7 @@ async def test_sleeping_models(states: list[ReplicaPhase], *, down: bool, asleep
 
 
 async def test_old_replicas_give_way_while_they_drain_for_new_ones() -> None:
-    view = FleetView("", Metrics())
+    view = FleetView("", WorkerMetrics())
     model = msgspec.structs.replace(MODEL, shape="pair", generation=2, target=2)
 
     def gives_way(old: ReplicaPhase, *new: ReplicaPhase) -> bool:
@@ -305,7 +307,7 @@ async def test_old_replicas_give_way_while_they_drain_for_new_ones() -> None:
 
 
 async def test_the_start_time_is_kept_when_all_replicas_are_gone() -> None:
-    view = FleetView("", Metrics())
+    view = FleetView("", WorkerMetrics())
     quick = msgspec.structs.replace(fleet(1.0, "one").replicas[0], start_s=2.0)
     slow = msgspec.structs.replace(quick, id="two", start_s=5.0)
     view.take(with_replicas(quick, slow), "controller", 1.0)

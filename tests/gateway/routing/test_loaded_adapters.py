@@ -8,7 +8,7 @@ from weakref import WeakSet, ref
 
 import pytest
 
-from gateway.routing.fleet_listeners import FleetEvents
+from gateway.routing.fleet_listeners import FleetListeners
 from gateway.routing.loaded_adapters import FAILED_S, LoadedAdapters
 from gateway.routing.replica_handle import ReplicaHandle
 from tests.gateway.fake_replica import ready_replica
@@ -96,7 +96,7 @@ class Visited(OrderedDict[str, float]):
 async def test_a_failure_reports_its_adapter_alone_and_visits_no_others() -> None:
     adapters: list[Set[str]] = []
     unloadable: list[Set[str]] = []
-    events = FleetEvents(
+    events = FleetListeners(
         adapters=lambda model, key, loaded, refused: adapters.append(refused),
         unloadable=lambda model, refused: unloadable.append(refused),
     )

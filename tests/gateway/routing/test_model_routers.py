@@ -13,15 +13,15 @@ from gateway.routing.fleet import ServedModel
 from gateway.routing.model_routers import KEPT, ModelRouters
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.routing.shared_counters import PublishedPrefixes, SharedCounts
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec
 from policy.engine.prefill_estimate import GENERIC
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import CostEstimate
-from policy.routing.engine_prefix_index import News
-from policy.types import Load, ReplicaPhase
+from policy.routing.engine_prefix_index import PrefixIndexUpdate
+from policy.types import ReplicaLoad, ReplicaPhase
 from policy.wire.load_stream import CachedPrefix, LoadLine
 from tests.gateway.fake_replica import ready_replica
 from tests.gateway.telemetry.test_metrics import samples
@@ -53,7 +53,7 @@ class Reader(SharedCounts):
         return read
 
 
-def routes(shared: SharedCounts | None = None, metrics: Metrics | None = None) -> ModelRouters:
+def routes(shared: SharedCounts | None = None, metrics: WorkerMetrics | None = None) -> ModelRouters:
     return ModelRouters(random.Random(1), shared or SharedCounts(), metrics=metrics)  # noqa: S311 - ties, not secrets
 
 
@@ -70,11 +70,11 @@ async def test_a_worker_takes_the_word_of_others_for_prefixes_that_it_did_not_na
         return quote.cached
 
     def tell(*held: CachedPrefix, gone: tuple[CachedPrefix, ...] = (), reset: bool = False) -> None:
-        one.learn_cached("m", key, News(1, reset, held, gone))
+        one.learn_cached("m", key, PrefixIndexUpdate(1, reset, held, gone))
 
     tell(CachedPrefix(CHAIN[1], 250), reset=True)
     assert believed() == 0  # it does not follow the server yet
-    other.learn_cached("m", key, News(1, True, (), ()))
+    other.learn_cached("m", key, PrefixIndexUpdate(1, True, (), ()))
     tell(CachedPrefix(CHAIN[0], 100), CachedPrefix(CHAIN[1], 200, 30))
     assert believed() == 230
     tell(CachedPrefix(CHAIN[0], 100))
@@ -83,7 +83,7 @@ async def test_a_worker_takes_the_word_of_others_for_prefixes_that_it_did_not_na
     assert believed() == 230  # it has forgotten the names
     tell(gone=(CachedPrefix(CHAIN[1], 230),))
     assert believed() == 100
-    other.learn_cached("m", key, News(2, False, (CachedPrefix(CHAIN[0], 110),), ()))
+    other.learn_cached("m", key, PrefixIndexUpdate(2, False, (CachedPrefix(CHAIN[0], 110),), ()))
     tell(CachedPrefix(CHAIN[0], 90))
     assert believed() == 110  # its own name
 
@@ -127,14 +127,14 @@ async def test_workers_of_a_host_route_a_prefix_to_one_replica() -> None:
 async def test_prefixes_reported_by_a_replica_are_routed_to_it() -> None:
     here, model = routes(), served()
     there = model.handles[2]
-    line = LoadLine(state=ReplicaPhase.READY, load=Load(at=0.0), prefixes=CHAIN)
+    line = LoadLine(state=ReplicaPhase.READY, load=ReplicaLoad(at=0.0), prefixes=CHAIN)
     here.learn_prefixes("m", there.view.key, line)
     assert send(here, model, prompt())[0] is there
     here.forget("m", there.view.key)
     chosen = choose(here, model, prompt())
     assert chosen is not None and chosen.uncached == 1040
     first = CachedPrefix(CHAIN[0], 480)
-    exact = LoadLine(state=ReplicaPhase.READY, load=Load(at=0.0), reset=True, held=(first,))
+    exact = LoadLine(state=ReplicaPhase.READY, load=ReplicaLoad(at=0.0), reset=True, held=(first,))
     here.learn_prefixes("m", there.view.key, exact)
     chosen = choose(here, model, prompt())
     assert chosen is not None and (chosen.uncached, chosen.cached) == (560, 480)
@@ -167,7 +167,7 @@ async def test_the_kept_decisions_are_bounded() -> None:
 
 
 async def test_predictions_are_measured() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     here, model = routes(metrics=metrics), served()
     request = prompt()
     _, quote = send(here, model, request)

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from gateway.routing.outlier_ejection import MOST_MOVED, Probes
+from gateway.routing.outlier_ejection import MOST_MOVED, ReplicaProber
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.types import EngineKind
@@ -58,7 +58,7 @@ class Site:
         ]
         served = Mock(handles=self.replicas, health=self.health, engine=EngineKind.SIM)
         served.name, served.is_unavailable.return_value = "m", False
-        probes = Probes(Mock(models=(served,)), Metrics(), lambda: Deployment(()), "")
+        probes = ReplicaProber(Mock(models=(served,)), WorkerMetrics(), lambda: Deployment(()), "")
         self.sweeps = asyncio.create_task(probes.run())
         for each in self.replicas:
             each.count(READY, loop.time())

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.routing.discovered_server import resolved
 from gateway.routing.server_discovery import ServerDiscovery
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import ModelSpec
 from policy.deployment_file.parse import parse
 from policy.scaling.reconcile_steps import LayerKey
@@ -60,7 +60,7 @@ async def urls_of(discovery: ServerDiscovery, spec: ModelSpec) -> list[str]:
 
 
 async def test_each_address_of_a_name_is_a_server_beside_those_listed() -> None:
-    discovery = ServerDiscovery(Log(0))
+    discovery = ServerDiscovery(StructuredLog(0))
     spec = external("http://10.0.0.1:8000", dns="127.0.0.1:9000", https=True, model="theirs", max_in_flight=7)
     listed, found = await discovery.servers(spec)
     assert (listed.url, found.url) == ("http://10.0.0.1:8000", "https://127.0.0.1:9000")
@@ -69,7 +69,7 @@ async def test_each_address_of_a_name_is_a_server_beside_those_listed() -> None:
 
 
 async def test_a_name_that_is_not_found_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    discovery, spec = ServerDiscovery(Log(0)), external(dns="127.0.0.1:9000")
+    discovery, spec = ServerDiscovery(StructuredLog(0)), external(dns="127.0.0.1:9000")
     before = await urls_of(discovery, spec)
 
     async def fails(*_: Any, **__: Any) -> Any:
@@ -83,7 +83,7 @@ async def test_a_file_is_read_again_when_it_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "servers.yaml"
-    discovery, spec = ServerDiscovery(Log(0)), external(file=str(path), model="theirs")
+    discovery, spec = ServerDiscovery(StructuredLog(0)), external(file=str(path), model="theirs")
     assert await urls_of(discovery, spec) == []
 
     def write(text: str, at: int) -> None:
@@ -109,7 +109,7 @@ async def test_a_file_is_read_again_when_it_changes(
 
 
 async def test_ready_endpoints_of_a_service_are_followed(api: KubernetesApi) -> None:
-    discovery = ServerDiscovery(Log(0))
+    discovery = ServerDiscovery(StructuredLog(0))
     spec = external(kubernetes=service_of(api))
 
     async def becomes(*endpoints: str) -> None:
@@ -152,7 +152,7 @@ async def test_a_file_says_how_its_servers_were_built(tmp_path: Path) -> None:
         "- {url: 'http://h:2', mode: one, adapters: [sql]}\n"
         "- {url: 'http://h:3', shape: huge}\n"
     )
-    discovery, spec = ServerDiscovery(Log(0)), external(file=str(path), shape="small", more=SHAPED)
+    discovery, spec = ServerDiscovery(StructuredLog(0)), external(file=str(path), shape="small", more=SHAPED)
     assert await built(discovery, spec) == [
         ("1", "small", "many", ()), ("2", "big", "one", ("sql",)), ("3", "", "", ()),
     ]  # fmt: skip
@@ -161,7 +161,7 @@ async def test_a_file_says_how_its_servers_were_built(tmp_path: Path) -> None:
 
 
 async def test_labels_of_pods_say_how_they_were_built(api: KubernetesApi) -> None:
-    discovery = ServerDiscovery(Log(0))
+    discovery = ServerDiscovery(StructuredLog(0))
     spec = external(kubernetes=service_of(api), more=SHAPED)
 
     async def becomes(*wanted: tuple[str, str, str, tuple[str, ...]]) -> None:
@@ -214,7 +214,7 @@ async def test_pods_and_services_say_where_their_events_are(
     api: KubernetesApi, pod: dict[str, str], service: dict[str, str], ports: tuple[Any, Any], problem: str
 ) -> None:
     spec = external(kubernetes=service_of(api), kv_events_port=7000, more=SHAPED)
-    discovery = ServerDiscovery(Log(0))
+    discovery = ServerDiscovery(StructuredLog(0))
     api.put_service({"app": "vllm"})
     api.put_pod("vllm-1", {}, pod)
     api.put("10.0.0.1:1", pod="vllm-1", labels=service)
@@ -232,7 +232,7 @@ async def test_pods_and_services_say_where_their_events_are(
 async def test_a_pod_of_two_address_families_is_one_server(
     api: KubernetesApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    discovery = ServerDiscovery(Log(0))
+    discovery = ServerDiscovery(StructuredLog(0))
     api.put("fd00::1:8000", pod="vllm-x1", addressType="IPv6")
     api.put("10.0.0.1:8000", pod="vllm-x1", addressType="IPv4")
     api.put("fd00::2:8000", pod="vllm-x2", addressType="IPv6")

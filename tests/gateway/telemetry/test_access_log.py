@@ -23,7 +23,7 @@ from gateway.request_pipeline import Gateway
 from gateway.routing.shared_counters import LOCAL
 from gateway.telemetry import access_log
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.structured_log import Log
+from gateway.telemetry.structured_log import StructuredLog
 from gateway.telemetry.traces.exporter import TraceExporter
 from policy.errors import Refusal
 from store.state_dir import StateDir
@@ -45,7 +45,7 @@ TENANTS = [{"name": "acme", "keys_sha256": [hashlib.sha256(b"tg-key").hexdigest(
 
 def logging_gateway(state: StateDir, stream: io.StringIO) -> Gateway:
     state.save(state.deployment_path, {**GOOD, "tenants": TENANTS, "gateway": {"access_log": True}})
-    log, access = Log(0, stream), AccessLog(state.logs / "access-0.log", 0, list[int]().append)
+    log, access = StructuredLog(0, stream), AccessLog(state.logs / "access-0.log", 0, list[int]().append)
     watcher = DeploymentWatcher(state, log)
     gateway = Gateway(
         watcher, "secret", b"s" * 32, admin_token=state.admin_token, log=log, access=access,

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.telemetry.engine_metrics import EngineMetrics
 from serve.engine.interface import EngineStats
-from serve.engine.sim.metrics import Metrics as SimMetrics
+from serve.engine.sim.metrics import SimEngineMetrics as SimMetrics
 
 
 def exposition(requests: int) -> bytes:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from gateway.telemetry import adapter_metrics, metric_families, tenant_metrics
-from gateway.telemetry.metrics import LABELS, Metrics
+from gateway.telemetry.metrics import LABELS, WorkerMetrics
 from policy.types import Priority
-from policy.wire.adapter_catalog import NAME, Alias, Catalog
+from policy.wire.adapter_catalog import NAME, Alias, CatalogSnapshot
 from tests.gateway.fake_replica import alias
 
 
@@ -28,7 +28,7 @@ def call(outcome: str, first_byte_at: float | None = None) -> Any:
     return SimpleNamespace(outcome=outcome, first_byte_at=first_byte_at)
 
 
-def samples(metrics: Metrics, name: str) -> dict[str, float]:
+def samples(metrics: WorkerMetrics, name: str) -> dict[str, float]:
     """The samples of one metric by their labels."""
     metrics.publish()
     found = [each for family in metrics.collect() for each in family.samples if each.name == name]
@@ -54,12 +54,12 @@ def full_disk(patch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
         yield
 
 
-def sent(metrics: Metrics, *names: str) -> None:
+def sent(metrics: WorkerMetrics, *names: str) -> None:
     for name in names:
         metrics.adapters.of("alpha", name).count(call("ok"), 0.0)
 
 
-def counted(metrics: Metrics) -> dict[str, float]:
+def counted(metrics: WorkerMetrics) -> dict[str, float]:
     """Requests by the label of their adapter."""
     found = samples(metrics, "tidegate_adapter_requests_total")
     return {labels.split('"')[1]: value for labels, value in found.items()}
@@ -70,7 +70,7 @@ def alphas(*names: str) -> set[tuple[str, str]]:
 
 
 def test_errors_of_predicted_cached_tokens_do_not_cancel() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     for predicted, reported in ((512, 512), (512, 0), (0, 64), (100, 80)):
         metrics.model("m").predicted_cached(predicted, reported)
     total, error = "tidegate_cached_prompt_tokens_total", "tidegate_cached_prompt_tokens_error_total"
@@ -79,13 +79,13 @@ def test_errors_of_predicted_cached_tokens_do_not_cancel() -> None:
 
 
 def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.adapters.follow(alphas("sql"))
     meter = metrics.adapters.of("alpha", "sql")
     meter.count(call("ok", 10.3), 10.0)
     meter.count(call("ok"), 10.0)
     meter.count(call("adapter_failed"), 10.0)
-    meter.tokens.count(Usage(prompt=5, cached=2, completion=3))
+    meter.tokens.count(TokenUsage(prompt=5, cached=2, completion=3))
     for _ in range(2):  # what was published once is not published again
         assert samples(metrics, "tidegate_adapter_requests_total") == {
             '{adapter="sql",model="alpha",outcome="ok"}': 2.0,
@@ -103,7 +103,7 @@ def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
 
 def test_adapters_of_a_model_beyond_the_bound_share_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_metrics, "MOST", 3)
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.adapters.follow({(model, f"adapter-{i}") for model in ("alpha", "beta") for i in range(50)})
     for i in range(50):
         metrics.adapters.of("alpha", f"adapter-{i}").count(call("ok"), 0.0)
@@ -121,7 +121,7 @@ def test_adapters_of_a_model_beyond_the_bound_share_one_label(monkeypatch: pytes
 
 def test_a_name_that_the_catalog_drops_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_metrics, "MOST", 2)
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.adapters.follow(alphas("a", "b", "c"))
     sent(metrics, "a", "b", "c")
     metrics.adapters.follow(alphas("b", "c"))  # earlier counts of a are not lost
@@ -137,7 +137,7 @@ def test_a_worker_publishes_a_bounded_number_of_adapter_names(
 ) -> None:
     monkeypatch.setattr(adapter_metrics, "MOST", 2)
     monkeypatch.setattr(adapter_metrics, "EVER", 5)
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     for i in range(50):
         metrics.adapters.follow(alphas(f"a-{i}"))
         sent(metrics, f"a-{i}")
@@ -150,7 +150,7 @@ def test_a_worker_publishes_a_bounded_number_of_adapter_names(
 def test_counts_of_a_dropped_name_survive_a_failed_publish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.adapters.follow(alphas("a"))
     sent(metrics, "a")
     metrics.adapters.follow(())
@@ -161,11 +161,11 @@ def test_counts_of_a_dropped_name_survive_a_failed_publish(
 
 
 def test_adapter_metrics_follow_the_catalog() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     view = CatalogView(lambda: 0, metrics.adapters.follow)
     for names in (("a",), ("b",)):
         aliases = [msgspec.convert(alias(name, "0" * 64), Alias) for name in names]
-        view.take(Catalog(epoch=1.0, version=1, aliases=tuple(aliases)))
+        view.take(CatalogSnapshot(epoch=1.0, version=1, aliases=tuple(aliases)))
         sent(metrics, "a", "b")
     assert counted(metrics) == {"a": 1.0, "b": 1.0, "_other": 2.0}
 
@@ -176,12 +176,12 @@ def test_no_adapter_can_have_the_shared_label() -> None:
 
 @pytest.mark.parametrize("after", range(24))
 def test_a_full_disk_loses_and_repeats_no_count(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     meter = metrics.model("m")
     meter.requests["/v1/chat/completions", "ok"] += 2
     meter.attempts["served"] += 3
     meter.streams["0.1", "0.01"] += 4
-    meter.tokens.count(Usage(1, 1, 3))
+    meter.tokens.count(TokenUsage(1, 1, 3))
     meter.coalesced_calls = meter.coalesced_requests = meter.queue.displaced = meter.queue.predicted = 6
     meter.queue.refused["queue_full"] += 7
     for _ in range(8):
@@ -198,7 +198,7 @@ def test_a_full_disk_loses_and_repeats_no_count(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_requests_without_a_model_are_counted_under_one_label_and_nothing_else_is() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.model("alpha")
     metrics.no_model.requests["/v1/completions", "unknown_model"] += 2
     metrics.no_model.requests["_none", "head_too_large"] += 1
@@ -215,7 +215,7 @@ def test_requests_without_a_model_are_counted_under_one_label_and_nothing_else_i
 
 def test_replicas_have_names_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_families, "MOST_REPLICAS", 2)
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     for name in ("r1", "r2", "r3", "r1", "r4"):
         metrics.model("m").resets[name] += 1
         metrics.publish()
@@ -226,12 +226,12 @@ def test_replicas_have_names_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tenants_are_counted_by_name_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_metrics, "MOST", 2)
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     for name in ("web", "night", "web", "third", "fourth", ""):
         counters = metrics.tenants.of(name)
         counters.requests["ok"] += 1
         counters.queued_s += 0.5
-        counters.tokens.count(Usage(prompt=5, cached=2, completion=3))
+        counters.tokens.count(TokenUsage(prompt=5, cached=2, completion=3))
     for _ in range(2):
         assert samples(metrics, "tidegate_tenant_requests_total") == {
             '{outcome="ok",tenant="web"}': 2.0, '{outcome="ok",tenant="night"}': 1.0,
@@ -261,7 +261,7 @@ def counting_labels(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_slice_of_many_labels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.adapters.follow([("alpha", f"a-{i}") for i in range(100)])
     for name in ("alpha", "beta"):
         metrics.model(name)
@@ -297,7 +297,7 @@ EVENTS = st.lists(
 def test_nothing_is_lost_or_counted_twice_whatever_happens_between_slices(
     events: list[tuple[str, int]],
 ) -> None:
-    metrics, expected = Metrics(), Counter[str]()
+    metrics, expected = WorkerMetrics(), Counter[str]()
     running: list[Iterator[None]] = [iter(()), iter(())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gateway.telemetry.metrics.LABELS", 1)

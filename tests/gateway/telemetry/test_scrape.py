@@ -14,12 +14,12 @@ from msgspec import structs
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from gateway.protocol.usage import Usage
+from gateway.protocol.usage import TokenUsage
 from gateway.telemetry import scrape
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.scrape import ScrapedReplica, Scraper
 from policy.config.deployment import Cluster, Deployment, ModelSpec
-from policy.types import EngineKind, Load, Priority, Replica, ReplicaPhase
+from policy.types import EngineKind, Priority, Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.metric_definitions import METRICS
 from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica, forever
 from tests.gateway.fake_upstream import FakeUpstream
@@ -33,7 +33,7 @@ class Site:
     """A scraper with a controller and two replicas."""
 
     def __init__(self) -> None:
-        self.metrics = Metrics()
+        self.metrics = WorkerMetrics()
         self.controller = FakeController()
         self.fakes = [FakeReplica("r1"), FakeReplica("r2")]
         self.silent_url = ""
@@ -84,7 +84,7 @@ def served(began: float, *, ttft_s: float, **more: Any) -> Any:
         "route": SimpleNamespace(path="/v1/chat/completions", runner="generate"), "outcome": "ok",
         "queued_s": 0.1, "request_id": b"r-1", "headers": {b"traceparent": TRACEPARENT}, "probe": False,
         "first_byte_at": began + ttft_s, "last_event_at": began + ttft_s + 0.04, "sent_at": began + 0.15,
-        "round_trip_s": 0.01, "by_fallback": False, "usage": Usage(10, 4, 5), "mean_gap_s": 0.04,
+        "round_trip_s": 0.01, "by_fallback": False, "usage": TokenUsage(10, 4, 5), "mean_gap_s": 0.04,
         "priority": Priority.STANDARD, "engine_s": -1.0, "engine_span_s": -1.0, "handled_s": 0.0,
         "events": 5, "adapter": None, "trace": None,
     }  # fmt: skip
@@ -110,7 +110,7 @@ async def test_controller_and_engines_are_part_of_the_scrape(site: Site) -> None
 async def test_servers_of_others_are_counted_by_shape_and_adapter(site: Site) -> None:
     server = Replica(
         id="h:1", model="e", shape="big", mode="one", generation=0, state=ReplicaPhase.READY,
-        load=Load(at=0.0), adapters=("sql", "chat"),
+        load=ReplicaLoad(at=0.0), adapters=("sql", "chat"),
     )  # fmt: skip
     stopped = structs.replace(server, id="h:3", state=ReplicaPhase.STOPPED)
     site.servers = [server, structs.replace(server, id="h:2", adapters=("sql",)), stopped]

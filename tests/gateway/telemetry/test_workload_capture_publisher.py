@@ -16,10 +16,10 @@ import pytest
 from gateway.protocol import body as bodies
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import BLOCK_BYTES, grid_of
-from gateway.protocol.usage import Usage
-from gateway.request_context import Call
+from gateway.protocol.usage import TokenUsage
+from gateway.request_context import RequestContext
 from gateway.telemetry import workload_capture_publisher as capturing
-from gateway.telemetry.workload_capture_publisher import LIMITS, BufferLimits, CapturePublisher, Row
+from gateway.telemetry.workload_capture_publisher import LIMITS, BufferLimits, CapturePublisher, CaptureRow
 from gateway.telemetry.workload_capture_subscriber import Pseudonyms, Subscribers
 from policy.request import Request
 from store.state_dir import StateDir
@@ -29,7 +29,7 @@ from tests.gateway.worker import Stack, until
 COMPLETE = ROUTES["/v1/completions"]
 # Datagrams that wait in a socket.
 QUEUED = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
-USAGE = Usage(prompt=1200, cached=0, completion=7)
+USAGE = TokenUsage(prompt=1200, cached=0, completion=7)
 
 
 def density(_: str) -> float:
@@ -41,13 +41,13 @@ def end_call(
     prompt: str = "a",
     *,
     path: str = "/v1/completions",
-    usage: Usage | None = USAGE,
+    usage: TokenUsage | None = USAGE,
     began: float | None = None,
     **more: Any,
 ) -> None:
     """A call of this prompt has ended."""
     raw = json.dumps({"model": "alpha", "prompt": prompt, "input": prompt}).encode()
-    call = Call(ROUTES[path], {"headers": []}, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    call = RequestContext(ROUTES[path], {"headers": []}, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     call.usage = usage
     request = Request("alpha", **more)
     capture.ended(call, request, bodies.read(raw), raw, monotonic() if began is None else began)
@@ -105,7 +105,7 @@ async def test_a_subscriber_receives_rows_of_all_workers(site: Site) -> None:
     await site.listen()
     one, other = site.workers
     end_call(one, tenant="web", adapter="sql", session=5)
-    end_call(other, usage=Usage(completion=3, exact=False), prompt_tokens=90)
+    end_call(other, usage=TokenUsage(completion=3, exact=False), prompt_tokens=90)
     site.flush()
     first, second = sorted(await received(site.lines, 2), key=lambda line: -line["input_tokens"])
     assert first.pop("at") >= 0 and second.pop("at") >= 0
@@ -144,7 +144,7 @@ async def test_only_generated_answers_are_captured(site: Site) -> None:
     end_call(worker, path="/v1/tokenize")
     end_call(worker, usage=None)
     end_call(worker, began=monotonic() - 60)  # it came before the capture began
-    end_call(worker, usage=Usage(1, 0, 2))
+    end_call(worker, usage=TokenUsage(1, 0, 2))
     site.flush()
     assert [line["input_tokens"] for line in await received(site.lines, 1)] == [1]
 
@@ -216,7 +216,7 @@ async def test_a_subscribers_buffer_is_bounded(tmp_path: Path, behind: BufferLim
     site = Site(tmp_path / "captures", BufferLimits(rows=1), behind)
     await site.listen()
     for number in range(1, QUEUED + 6):
-        end_call(site.workers[0], "a" * BLOCK_BYTES, usage=Usage(number, 0, 1))
+        end_call(site.workers[0], "a" * BLOCK_BYTES, usage=TokenUsage(number, 0, 1))
         site.flush()
         await asyncio.sleep(0)
     found = await received(site.lines, 3)
@@ -228,12 +228,12 @@ async def test_a_subscribers_buffer_is_bounded(tmp_path: Path, behind: BufferLim
     await site.close()
 
 
-def row(text: str, **more: Any) -> Row:
+def row(text: str, **more: Any) -> CaptureRow:
     """The record of a prompt by a worker, with four bytes per token."""
     raw = json.dumps({"model": "alpha", "prompt": text}).encode()
     grid = grid_of(7, bodies.read(raw), COMPLETE, raw, most=1000)
     fields = {"model": "alpha", "adapter": "", "tenant": "", "session": 0} | more
-    return Row(at=0.0, input_tokens=len(text) // 4, output_tokens=1, grid=grid, **fields)
+    return CaptureRow(at=0.0, input_tokens=len(text) // 4, output_tokens=1, grid=grid, **fields)
 
 
 def test_prompts_share_the_blocks_of_what_they_begin_with() -> None:

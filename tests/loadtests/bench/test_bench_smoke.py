@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from loadtests.bench.peer_comparison import PARTS
-from loadtests.bench.report import Part
+from loadtests.bench.report import ReportPart
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +34,7 @@ def test_every_benchmark_part_measures_tidegate(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     for name in PARTS:
-        part = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=Part)
+        part = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=ReportPart)
         assert part.results
     assert ran.stdout == (tmp_path / "table.md").read_text()
     assert ran.stdout.count("### ") == len(PARTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.bench.parts.token_cost import Cell, costs
+from loadtests.bench.parts.token_cost import TokenCostSample, costs
 from loadtests.bench.parts.token_servers import ENGINE, FRONT, GATEWAY, OTHER, group
 from loadtests.bench.token import main
 
@@ -28,9 +28,11 @@ def test_a_process_belongs_to_what_it_does(
 
 
 def test_ratios_are_to_vllm_in_the_same_round() -> None:
-    def cell(surround_us: float, tokens_per_s: float) -> Cell:
-        names = set(Cell.__struct_fields__)
-        return Cell(**dict.fromkeys(names, 1.0) | {"surround_us": surround_us, "tokens_per_s": tokens_per_s})
+    def cell(surround_us: float, tokens_per_s: float) -> TokenCostSample:
+        names = set(TokenCostSample.__struct_fields__)
+        return TokenCostSample(
+            **dict.fromkeys(names, 1.0) | {"surround_us": surround_us, "tokens_per_s": tokens_per_s}
+        )
 
     rounds = [
         {"vllm": cell(100.0, 50.0), "gateway": cell(60.0, 100.0)},

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from loadtests.bench.parts.routing import least_pairs, round_figures
-from loadtests.bench.replica import Mark, Replica, Setting, read_mark
-from loadtests.bench.workload import Adapted, Prefixed, Sized, draws, even
+from loadtests.bench.replica import MockReplica, MockReplicaSettings, PromptMarker, read_mark
+from loadtests.bench.workload import AdapterChats, PrefixedChats, SizedChats, draws, even
 
 
 def seeded() -> Random:
@@ -25,7 +25,7 @@ def body_of(request: bytes) -> bytes:
 
 @pytest.mark.parametrize("size", [110, 32 * 1024])
 def test_sized_bodies_have_their_size_and_differ(size: int) -> None:
-    sized = Sized(size, 3)
+    sized = SizedChats(size, 3)
     bodies = [body_of(sized(i)) for i in range(4)]
     assert all(abs(len(body) - size) <= 2 for body in bodies)
     assert len(set(bodies)) == 3
@@ -33,17 +33,17 @@ def test_sized_bodies_have_their_size_and_differ(size: int) -> None:
 
 
 def test_prefixed_prompts_share_exactly_their_prefix() -> None:
-    prefixed = Prefixed([5, 5, 6], 4096, 256)
+    prefixed = PrefixedChats([5, 5, 6], 4096, 256)
     contents = [json.loads(body_of(prefixed(i)))["messages"][0]["content"] for i in range(3)]
     assert contents[0][:4096] == contents[1][:4096]
     assert contents[0][4096:] != contents[1][4096:]
     assert contents[0][:8] != contents[2][:8]
     assert len(contents[0]) == 4096 + 256
-    assert read_mark(body_of(prefixed(0))) == Mark(5, 1024, 1088)
+    assert read_mark(body_of(prefixed(0))) == PromptMarker(5, 1024, 1088)
 
 
 def test_adapter_prompts_name_their_adapter_and_share_no_prefix() -> None:
-    adapted = Adapted(["adapter-000", "adapter-001"], 128)
+    adapted = AdapterChats(["adapter-000", "adapter-001"], 128)
     document = json.loads(body_of(adapted(1)))
     assert document["model"] == "adapter-001"
     assert len(document["messages"][0]["content"]) == 128
@@ -63,10 +63,10 @@ def test_arrivals_are_in_order_and_have_the_rate() -> None:
 
 
 def test_the_home_share_counts_requests_on_the_main_replica_of_a_prefix() -> None:
-    replicas = [Replica(Setting()) for _ in range(2)]
+    replicas = [MockReplica(MockReplicaSettings()) for _ in range(2)]
     for replica, prefix, times in ((0, 1, 3), (1, 1, 1), (1, 2, 4)):
         for _ in range(times):
-            replicas[replica].arrive(Mark(prefix, 10, 10), "", 0.0)
+            replicas[replica].arrive(PromptMarker(prefix, 10, 10), "", 0.0)
     one = round_figures([replica.counts() for replica in replicas], [1.0, 2.0, 3.0])
     assert one["home"] == pytest.approx(7 / 8)
     assert (one["pairs"], one["cold"], one["balance"]) == (3, 3, 1.25)

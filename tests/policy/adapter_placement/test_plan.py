@@ -12,39 +12,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.adapter_placement.plan import plan
-from policy.adapter_placement.types import EMPTY, Bounds, Demand, Host, Plan, Reason
+from policy.adapter_placement.types import (
+    EMPTY,
+    PlacementHost,
+    PlacementParameters,
+    PlacementPlan,
+    PlacementReason,
+    VersionDemand,
+)
 from policy.hashing import rendezvous
 
 # Where every slot is planned, the arithmetic is easier to follow.
-ALL = Bounds(free=0)
+ALL = PlacementParameters(free=0)
 
 
-def host(number: int, slots: int = 4, **more: object) -> Host:
-    return Host(id=f"r{number}", key=(number + 1) * 0x9E3779B97F4A7C15 % 2**64, slots=slots, **more)  # type: ignore[arg-type]
+def host(number: int, slots: int = 4, **more: object) -> PlacementHost:
+    return PlacementHost(id=f"r{number}", key=(number + 1) * 0x9E3779B97F4A7C15 % 2**64, slots=slots, **more)  # type: ignore[arg-type]
 
 
-def demand(name: str, rate: float, **more: object) -> Demand:
-    return Demand(name=name, key=hash_of(name), rate=rate, **more)  # type: ignore[arg-type]
+def demand(name: str, rate: float, **more: object) -> VersionDemand:
+    return VersionDemand(name=name, key=hash_of(name), rate=rate, **more)  # type: ignore[arg-type]
 
 
 def hash_of(name: str) -> int:
     return int.from_bytes(name.encode() * 8, "big") % 2**64
 
 
-def zipf(count: int, **more: object) -> list[Demand]:
+def zipf(count: int, **more: object) -> list[VersionDemand]:
     return [demand(f"a{k}", 10.0 / (k + 1), **more) for k in range(count)]
 
 
-def where(made: Plan, name: str) -> tuple[str, ...]:
+def where(made: PlacementPlan, name: str) -> tuple[str, ...]:
     return next((home.hosts for home in made.homes if home.name == name), ())
 
 
-def why(made: Plan, name: str) -> str:
+def why(made: PlacementPlan, name: str) -> str:
     return made.explain(name).split(";")[0]
 
 
 # Seconds since the step before, replicas and demands.
-Steps = list[tuple[float, list[Host], list[Demand]]]
+Steps = list[tuple[float, list[PlacementHost], list[VersionDemand]]]
 RATES = st.floats(0.0, 50.0, allow_nan=False)
 HOSTS = st.lists(
     st.builds(
@@ -72,10 +79,10 @@ DEMANDS = st.lists(
     unique_by=lambda each: each.name,
 )
 STEPS = st.lists(st.tuples(st.floats(0.0, 90.0), HOSTS, DEMANDS), min_size=1, max_size=6)
-BOUNDS = st.sampled_from([Bounds(), ALL, Bounds(copies=2, free=2)])
+BOUNDS = st.sampled_from([PlacementParameters(), ALL, PlacementParameters(copies=2, free=2)])
 
 
-def timeline(steps: Steps, bounds: Bounds) -> list[Plan]:
+def timeline(steps: Steps, bounds: PlacementParameters) -> list[PlacementPlan]:
     plans, at = [EMPTY], 0.0
     for later, hosts, demands in steps:
         at += later
@@ -85,7 +92,9 @@ def timeline(steps: Steps, bounds: Bounds) -> list[Plan]:
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_hold_lists_match_the_assignments_and_fit_the_slots(steps: Steps, bounds: Bounds) -> None:
+def test_hold_lists_match_the_assignments_and_fit_the_slots(
+    steps: Steps, bounds: PlacementParameters
+) -> None:
     for (_, hosts, _), made in zip(steps, timeline(steps, bounds), strict=True):
         for each in hosts:
             assert len(made.hold.get(each.id, ())) <= each.slots
@@ -96,7 +105,9 @@ def test_hold_lists_match_the_assignments_and_fit_the_slots(steps: Steps, bounds
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(steps: Steps, bounds: Bounds) -> None:
+def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(
+    steps: Steps, bounds: PlacementParameters
+) -> None:
     moved: dict[str, float] = {}
     before = EMPTY
     for (_, hosts, demands), made in zip(steps, timeline(steps, bounds), strict=True):
@@ -116,7 +127,9 @@ def test_a_version_moves_once_a_minute_unless_its_replica_is_gone(steps: Steps, 
 
 @pytest.mark.slow
 @given(HOSTS, DEMANDS, BOUNDS)
-def test_requested_versions_fill_the_slots(hosts: list[Host], demands: list[Demand], bounds: Bounds) -> None:
+def test_requested_versions_fill_the_slots(
+    hosts: list[PlacementHost], demands: list[VersionDemand], bounds: PlacementParameters
+) -> None:
     made = plan(hosts, demands, EMPTY, 0.0, bounds)
     room = sum(max(1, each.slots - made.free) for each in hosts if each.slots)
     homes = {home.name: len(home.hosts) for home in made.homes}
@@ -128,7 +141,9 @@ def test_requested_versions_fill_the_slots(hosts: list[Host], demands: list[Dema
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS, st.randoms(use_true_random=False))
-def test_the_order_of_hosts_and_demands_does_not_matter(steps: Steps, bounds: Bounds, random: Random) -> None:
+def test_the_order_of_hosts_and_demands_does_not_matter(
+    steps: Steps, bounds: PlacementParameters, random: Random
+) -> None:
     shuffled = []
     for later, hosts, demands in steps:
         mixed = (hosts[:], demands[:])
@@ -141,7 +156,7 @@ def test_the_order_of_hosts_and_demands_does_not_matter(steps: Steps, bounds: Bo
 
 @pytest.mark.slow
 @given(STEPS, BOUNDS)
-def test_a_plan_from_its_own_result_moves_nothing(steps: Steps, bounds: Bounds) -> None:
+def test_a_plan_from_its_own_result_moves_nothing(steps: Steps, bounds: PlacementParameters) -> None:
     made = timeline(steps, bounds)[-1]
     _, hosts, demands = steps[-1]
     again = plan(hosts, demands, made, made.at, bounds)
@@ -163,7 +178,7 @@ def test_load_stays_within_the_bound_when_possible(replicas: int, rates: list[fl
 @given(st.integers(2, 5), st.integers(1, 39))
 def test_a_removed_replica_moves_only_its_own_versions(replicas: int, count: int) -> None:
     hosts = [host(number, slots=40) for number in range(replicas)]
-    bounds = Bounds(load=100.0)
+    bounds = PlacementParameters(load=100.0)
     first = plan(hosts, zipf(count), EMPTY, 0.0, bounds)
     second = plan(hosts[1:], zipf(count), first, 1.0, bounds)
     assert {move.name for move in second.moves} == set(first.hold["r0"])
@@ -184,15 +199,15 @@ def test_assignments_follow_rendezvous_hashing() -> None:
     made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
     best = max(hosts, key=lambda each: rendezvous(hash_of("a"), each.key, each.seats))
     assert where(made, "a") == (best.id,)
-    assert made.explain("a") == f"{Reason.CLAIMED}; 1 requests/s times 0.25 s of a load"
-    assert why(plan(hosts, [demand("a", 1.0)], made, 5.0), "a") == Reason.KEPT
+    assert made.explain("a") == f"{PlacementReason.CLAIMED}; 1 requests/s times 0.25 s of a load"
+    assert why(plan(hosts, [demand("a", 1.0)], made, 5.0), "a") == PlacementReason.KEPT
 
 
 def test_a_loaded_version_is_assigned_there() -> None:
     for number in range(3):
         hosts = [host(i, resident=frozenset({"a"} if i == number else ())) for i in range(3)]
         made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
-        assert where(made, "a") == (f"r{number}",) and why(made, "a") == Reason.RESIDENT
+        assert where(made, "a") == (f"r{number}",) and why(made, "a") == PlacementReason.RESIDENT
 
 
 def test_a_version_that_a_replica_refused_is_assigned_elsewhere_or_nowhere() -> None:
@@ -200,14 +215,14 @@ def test_a_version_that_a_replica_refused_is_assigned_elsewhere_or_nowhere() -> 
     refusing = host(0, refused=frozenset({"a"}))
     assert where(plan([refusing, host(1)], [demand("a", 1.0)], made, 1.0), "a") == ("r1",)
     nowhere = plan([refusing], [demand("a", 1.0)], made, 1.0)
-    assert nowhere.explain("a") == Reason.NOWHERE and nowhere.hold == {"r0": ()}
+    assert nowhere.explain("a") == PlacementReason.NOWHERE and nowhere.hold == {"r0": ()}
 
 
 def test_slots_go_to_the_versions_with_the_highest_reload_cost() -> None:
     demands = [demand("often", 3.0, load_s=0.1), demand("dear", 1.0, load_s=1.0), demand("rare", 0.1)]
     made = plan([host(0, slots=2)], demands, EMPTY, 0.0, ALL)
     assert made.hold["r0"] == ("dear", "often")
-    assert made.explain("rare") == Reason.ON_DEMAND
+    assert made.explain("rare") == PlacementReason.ON_DEMAND
 
 
 def test_slots_are_reserved_for_loads_on_demand() -> None:
@@ -227,7 +242,7 @@ def test_a_version_loses_its_slot_only_to_a_quarter_more_value() -> None:
         ("b", "", "r0"),
         ("a", "r0", ""),
     ]
-    assert taken.explain("a") == Reason.DISPLACED
+    assert taken.explain("a") == PlacementReason.DISPLACED
 
 
 def test_a_displaced_version_does_not_return_within_a_minute() -> None:
@@ -252,7 +267,7 @@ def test_the_number_of_replicas_follows_the_occupied_seats() -> None:
         others = [demand(f"o{number}", 50.0, service_s=0.01) for number in range(4)]
         made = plan(hosts, [demand("a", rate, service_s=2.0), *others], EMPTY, 0.0)
         assert len(where(made, "a")) == homes
-    made = plan(hosts, [demand("a", 90.0, service_s=2.0)], EMPTY, 0.0, Bounds(copies=2))
+    made = plan(hosts, [demand("a", 90.0, service_s=2.0)], EMPTY, 0.0, PlacementParameters(copies=2))
     assert len(where(made, "a")) == 2
 
 
@@ -260,7 +275,7 @@ def test_waiting_requests_add_a_replica_soon_and_idleness_removes_one_later() ->
     hosts = [host(number) for number in range(4)]
     others = [demand(f"o{number}", 2.0) for number in range(4)]
 
-    def homes(made: Plan, at: float, waiting: int) -> tuple[Plan, int]:
+    def homes(made: PlacementPlan, at: float, waiting: int) -> tuple[PlacementPlan, int]:
         made = plan(hosts, [demand("a", 1.0, waiting=waiting), *others], made, at)
         return made, len(where(made, "a"))
 
@@ -279,7 +294,7 @@ def test_equal_ranks_share_a_replica_when_load_is_low() -> None:
     made = plan(hosts, demands, EMPTY, 0.0, ALL)
     ranks = {each.name: each.rank for each in demands}
     mixed = [Counter(ranks[name] for name in names) for names in made.hold.values()]
-    assert any(Reason.ALIKE in home.why for home in made.homes)
+    assert any(PlacementReason.ALIKE in home.why for home in made.homes)
     assert all(max(counts.values()) >= 7 for counts in mixed)
     assert max(made.load.values()) <= 1.25
 
@@ -291,7 +306,7 @@ def test_without_free_slots_loads_are_evened_by_exchanges() -> None:
     demands = [demand(name, 8.0 if name in heavy else 1.0) for name in "abcd"]
     later = plan(hosts, demands, made, 60.0, ALL)
     assert len(later.moves) == 2 and max(later.load.values()) <= 1.25
-    assert {why(later, move.name) for move in later.moves} == {Reason.EVENED}
+    assert {why(later, move.name) for move in later.moves} == {PlacementReason.EVENED}
     assert all(move.source and move.target for move in later.moves)
 
 

@@ -10,18 +10,18 @@ from policy.admission.crash_suspects import (
     REFUSED_S,
     SAME_DEATH_S,
     TOGETHER_S,
-    Suspects,
-    Suspicion,
+    CrashSuspects,
+    SuspectRestriction,
 )
 
-NONE, ALONE, GUILTY = Suspicion
+NONE, ALONE, GUILTY = SuspectRestriction
 
 
 class Timeline:
     """Deaths of replicas, each with the requests that were in flight on it."""
 
     def __init__(self) -> None:
-        self.suspects = Suspects()
+        self.suspects = CrashSuspects()
         self.at = 1000.0
 
     def death(self, replica: int, *requests: int, seen_s: float = 0.5) -> None:
@@ -34,7 +34,7 @@ class Timeline:
         if seen_s >= 0:
             self.suspects.died("m", replica, self.at + seen_s)
 
-    def of(self, *requests: int, later_s: float = 1.0) -> list[Suspicion]:
+    def of(self, *requests: int, later_s: float = 1.0) -> list[SuspectRestriction]:
         return [self.suspects.suspicion(request, self.at + later_s) for request in requests]
 
 
@@ -70,9 +70,9 @@ def test_requests_that_moved_together_run_alone_until_one_is_left() -> None:
     ],
 )
 def test_a_request_did_not_end_what_was_lost_with_replicas_that_it_never_reached(
-    others: tuple[int, ...], apart_s: float, verdict: Suspicion
+    others: tuple[int, ...], apart_s: float, verdict: SuspectRestriction
 ) -> None:
-    suspects, at = Suspects(), 1000.0
+    suspects, at = CrashSuspects(), 1000.0
     for replica in (1, 2):
         at += 0.2
         suspects.lost(7, replica, at)
@@ -149,7 +149,7 @@ def test_copies_that_are_lost_together_are_kept_as_one() -> None:
 
 
 def test_a_copy_that_is_lost_after_another_was_served_counts() -> None:
-    suspects, at = Suspects(), 1000.0
+    suspects, at = CrashSuspects(), 1000.0
     suspects.lost(7, 1, at)
     suspects.served(7, at + TOGETHER_S / 4)
     suspects.lost(7, 1, at + TOGETHER_S / 2)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from policy.admission.dispatcher import MOST_COMPARED, MOST_REJECTED, Dispatcher, Ticket
-from policy.admission.queue import Bounds
-from policy.admission.retry_policy import Cause
+from policy.admission.dispatcher import MOST_COMPARED, MOST_REJECTED, Dispatcher, DispatchTicket
+from policy.admission.queue import QueueLimits
+from policy.admission.retry_policy import RejectionCause
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
@@ -59,7 +59,7 @@ class Pool:
         self.lasts: Callable[[Request], bool] = lambda request: True
 
     def dispatcher(
-        self, resolved: Callable[[Ticket[Slots]], None] = lambda ticket: None
+        self, resolved: Callable[[DispatchTicket[Slots]], None] = lambda ticket: None
     ) -> Dispatcher[Slots]:
         return Dispatcher(self, self.health, weight=lambda tenant: 1.0, resolved=resolved)
 
@@ -70,8 +70,8 @@ class Pool:
     def ttft_slo_s(self, priority: Priority) -> float | None:
         return None
 
-    def bounds(self, request: Request, queued: int) -> Bounds:
-        return Bounds(1_000_000, 1_000_000)
+    def bounds(self, request: Request, queued: int) -> QueueLimits:
+        return QueueLimits(1_000_000, 1_000_000)
 
     def candidates(self) -> list[Candidate]:
         return list(self.views)
@@ -137,26 +137,28 @@ class Pool:
         return candidates
 
 
-def wait(dispatcher: Dispatcher[Slots], only: frozenset[str] | None = None, **more: Any) -> Ticket[Slots]:
+def wait(
+    dispatcher: Dispatcher[Slots], only: frozenset[str] | None = None, **more: Any
+) -> DispatchTicket[Slots]:
     """A request that waits for a slot."""
     request = Request("m", **{"size": 1, "output_tokens": 9, **more})
     request.only = only
-    ticket = Ticket(dispatcher, request)
+    ticket = DispatchTicket(dispatcher, request)
     ticket.enter(AT)
     assert ticket.queued
     return ticket
 
 
-class Visited(dict[int, Ticket[Slots]]):
+class Visited(dict[int, DispatchTicket[Slots]]):
     """The waiting tickets; ``visits`` counts those that were visited one by one."""
 
     visits = 0
 
-    def __getitem__(self, ticket: int) -> Ticket[Slots]:
+    def __getitem__(self, ticket: int) -> DispatchTicket[Slots]:
         self.visits += 1
         return super().__getitem__(ticket)
 
-    def values(self) -> ValuesView[Ticket[Slots]]:
+    def values(self) -> ValuesView[DispatchTicket[Slots]]:
         self.visits += len(self)
         return super().values()
 
@@ -172,7 +174,7 @@ def test_an_adapter_that_failed_rejects_those_that_wait_for_it_and_looks_at_no_o
     dispatcher.give_up({"adapter-7", "adapter-8", "unknown"}, AT)
     rejected = [ticket for ticket in waiting if ticket.rejection]
     assert rejected == [waiting[7], waiting[107], waiting[207]]
-    assert {ticket.rejection.cause for ticket in rejected if ticket.rejection} == {Cause.ADAPTER}
+    assert {ticket.rejection.cause for ticket in rejected if ticket.rejection} == {RejectionCause.ADAPTER}
     assert plain.queued and len(dispatcher.waiting) == len(dispatcher.queue) == 298
     assert visited.visits == 0
 
@@ -272,7 +274,7 @@ def test_those_that_no_longer_wait_for_an_adapter_are_not_rejected() -> None:
 def test_requests_for_adapters_that_failed_are_rejected_some_at_a_time() -> None:
     pool = Pool({"a": 1})
     pool.fill()
-    rejected: list[Ticket[Slots]] = []
+    rejected: list[DispatchTicket[Slots]] = []
     dispatcher = pool.dispatcher(rejected.append)
     popular = [wait(dispatcher, adapter="popular") for _ in range(2 * MOST_REJECTED)]
     others = [wait(dispatcher, adapter=f"adapter-{i}") for i in range(MOST_REJECTED)]
@@ -292,7 +294,7 @@ def test_requests_are_rejected_some_at_a_time_the_first_to_expire_or_arrive_firs
     for expires in (True, False):
         pool = Pool({"a": 1})
         pool.fill()
-        rejected: list[Ticket[Slots]] = []
+        rejected: list[DispatchTicket[Slots]] = []
         dispatcher = pool.dispatcher(rejected.append)
         waiting = [wait(dispatcher, deadline=1000.0 - i) for i in range(2 * MOST_REJECTED + 1)]
         reject = dispatcher.expire if expires else dispatcher.dismiss

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.dynamic_batching import Batch, BatchingWindows, apportion
+from policy.admission.dynamic_batching import BatchingWindows, RequestBatch, apportion
 
 WINDOW_S = 0.002
 MOST = 8
@@ -21,9 +21,9 @@ class CoalescingLaws(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
         self.waiting: dict[int, tuple[str, int, float]] = {}
-        self.in_progress: list[Batch[int]] = []
+        self.in_progress: list[RequestBatch[int]] = []
 
-    def check_sent(self, batches: list[Batch[int]]) -> None:
+    def check_sent(self, batches: list[RequestBatch[int]]) -> None:
         for batch in batches:
             assert batch.members
             assert sum(batch.members.values()) == batch.inputs <= MOST

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policy.admission.fairness import PASSED_OVER, FairQueue, cost
-from policy.admission.indexed_heap import OrderedSet
+from policy.admission.indexed_heap import IndexedHeap
 from policy.admission.virtual_counters import CREDIT, VirtualCounter, VirtualCounters
 from policy.request import Request
 
@@ -163,7 +163,7 @@ def test_peers_are_counted_without_ranking_the_tenants(monkeypatch: pytest.Monke
         others.theirs[str(number)] = 100 * number
     ranked = Mock()
     with monkeypatch.context() as patch:
-        patch.setattr(OrderedSet, "__iter__", ranked)
+        patch.setattr(IndexedHeap, "__iter__", ranked)
         server.fair.count_peers()
     assert not ranked.called
     assert [each.request.tenant for each in server.fair.walk()] == [str(number) for number in range(10)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.indexed_heap import OrderedSet
+from policy.admission.indexed_heap import IndexedHeap
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(-5, 5)), st.integers(0, 2))))
 def test_order_and_least_equal_a_sort_of_the_members(steps: list[tuple[int, int | None, int]]) -> None:
-    ranking: OrderedSet[int] = OrderedSet()
+    ranking: IndexedHeap[int] = IndexedHeap()
     plain: dict[int, tuple[int, int, int]] = {}
     for number, (member, key, then) in enumerate(steps):
         if key is None:
@@ -25,7 +25,7 @@ def test_order_and_least_equal_a_sort_of_the_members(steps: list[tuple[int, int 
 
 
 def test_outdated_entries_are_removed() -> None:
-    ranking: OrderedSet[str] = OrderedSet()
+    ranking: IndexedHeap[str] = IndexedHeap()
     for key in range(10_000):
         ranking.put("a", key)
     assert len(ranking._heap) < 100
@@ -33,7 +33,7 @@ def test_outdated_entries_are_removed() -> None:
 
 
 def test_what_left_a_queue_is_not_walked_over_again() -> None:
-    ranking: OrderedSet[int] = OrderedSet()
+    ranking: IndexedHeap[int] = IndexedHeap()
     for member in range(1000):
         ranking.put(member, member)
     for member in range(0, 600, 2):

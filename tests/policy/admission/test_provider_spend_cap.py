@@ -7,21 +7,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.provider_spend_cap import HOUR_S, Reservation, SpendCap, cost
-from policy.config.deployment import Price
+from policy.admission.provider_spend_cap import HOUR_S, SpendCap, SpendReservation, cost
+from policy.config.deployment import ProviderPrice
 
 CAP = 10.0
 SLOT_S = HOUR_S / 60
 
 
-def held(cap: SpendCap, amount: float, at: float) -> Reservation:
+def held(cap: SpendCap, amount: float, at: float) -> SpendReservation:
     hold = cap.hold(amount, at)
     assert hold is not None
     return hold
 
 
 def test_a_price_is_for_a_million_tokens() -> None:
-    assert cost(Price(input=2.0, output=8.0), 500_000, 250_000) == 3.0
+    assert cost(ProviderPrice(input=2.0, output=8.0), 500_000, 250_000) == 3.0
 
 
 def test_reservations_count_and_unused_ones_are_returned() -> None:
@@ -54,7 +54,7 @@ class SpendCapLaws(RuleBasedStateMachine):
         super().__init__()
         self.cap = SpendCap(CAP)
         self.now = 0.0
-        self.holds: list[Reservation] = []
+        self.holds: list[SpendReservation] = []
         self.paid: list[tuple[float, float]] = []
 
     @rule(amount=st.floats(0, 6))

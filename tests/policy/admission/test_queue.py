@@ -12,37 +12,39 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policy.admission.fairness import FairQueue
-from policy.admission.queue import Admitted, Bounds, Queue, retry_after
+from policy.admission.queue import AdmissionQueue, AdmittedRequest, QueueLimits, retry_after
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Priority
 
-WIDE = Bounds(1000, 10**9)
+WIDE = QueueLimits(1000, 10**9)
 
 
-def queue_of() -> Queue:
-    queue = Queue(FairQueue)
+def queue_of() -> AdmissionQueue:
+    queue = AdmissionQueue(FairQueue)
     queue.serve(0.0, ready=True)
     return queue
 
 
-def request(queue: Queue, tenant: str = "", tokens: int = 10, **more: object) -> Request:
+def request(queue: AdmissionQueue, tenant: str = "", tokens: int = 10, **more: object) -> Request:
     return Request("m", tenant=tenant, prompt_tokens=tokens, ticket=queue.ticket(), **more)  # type: ignore[arg-type]
 
 
-def enter(queue: Queue, tenant: str = "", tokens: int = 10, at: float = 0.0, **more: object) -> Request:
+def enter(
+    queue: AdmissionQueue, tenant: str = "", tokens: int = 10, at: float = 0.0, **more: object
+) -> Request:
     newcomer = request(queue, tenant, tokens, **more)
     assert queue.enter(newcomer, WIDE, at).refusal is None
     return newcomer
 
 
-def order(queue: Queue) -> list[Request]:
+def order(queue: AdmissionQueue) -> list[Request]:
     return [turn.request for turn in queue.walk()]
 
 
 def measured_queue(
     tokens_per_s: float = 100.0, *, priority: Priority = Priority.STANDARD
-) -> tuple[Queue, float]:
+) -> tuple[AdmissionQueue, float]:
     """A queue that served requests of 10 tokens for 20 s at a rate, never empty; the time after it."""
     queue = queue_of()
     at, step = 0.0, 10 / tokens_per_s
@@ -56,11 +58,11 @@ def measured_queue(
     return queue, at
 
 
-def refusal(queue: Queue, newcomer: Request, at: float, **how: Any) -> Refusal | None:
+def refusal(queue: AdmissionQueue, newcomer: Request, at: float, **how: Any) -> Refusal | None:
     return queue.enter(newcomer, WIDE, at, **how).refusal
 
 
-def predicted_wait(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float:
+def predicted_wait(queue: AdmissionQueue, newcomer: Request, at: float, *, full: bool = False) -> float:
     verdict = queue.enter(newcomer, WIDE, at, full=full)
     queue.remove(newcomer, at)
     assert verdict.wait_s is not None
@@ -69,7 +71,7 @@ def predicted_wait(queue: Queue, newcomer: Request, at: float, *, full: bool = F
 
 def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
     queue = queue_of()
-    bounds = Bounds(3, 10**9)
+    bounds = QueueLimits(3, 10**9)
     enter(queue, "busy_tenant")
     enter(queue, "busy_tenant")
     youngest = enter(queue, "busy_tenant")
@@ -132,7 +134,7 @@ def test_the_first_in_the_queue_is_always_tried() -> None:
 
 
 def test_without_served_requests_the_wait_is_unknown() -> None:
-    queue = Queue(FairQueue)
+    queue = AdmissionQueue(FairQueue)
     for _ in range(50):
         enter(queue)
     queue.serve(0.0, ready=True)
@@ -148,7 +150,7 @@ def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
     assert predicted_wait(queue, request(queue), 2.0) == pytest.approx((10 + 5) / 35.0)
 
 
-def fill_slots(queue: Queue, at: float) -> list[Admitted]:
+def fill_slots(queue: AdmissionQueue, at: float) -> list[AdmittedRequest]:
     """Eight requests take all slots within 70 ms."""
     return [queue.begin(request(queue), at + i / 100) for i in range(8)]
 
@@ -226,14 +228,14 @@ class Laws(RuleBasedStateMachine):
     """Against plain dictionaries of what should wait and what should run."""
 
     DISCIPLINE = FairQueue
-    BOUNDS = Bounds(6, 60)
+    BOUNDS = QueueLimits(6, 60)
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = Queue(self.DISCIPLINE)
+        self.queue = AdmissionQueue(self.DISCIPLINE)
         self.waiting: dict[int, Request] = {}
         self.returned: set[int] = set()
-        self.open: list[Admitted] = []
+        self.open: list[AdmittedRequest] = []
         self.at = 0.0
         self.came = 0
         self.left = 0
@@ -347,7 +349,7 @@ def test_the_discipline_of_the_documentation() -> None:
     code = next(block for block in blocks if "class Shortest" in block)
     scope: dict[str, Any] = {"__name__": "docs"}
     exec(code, scope)  # noqa: S102 - it is what a reader would copy
-    queue = Queue(scope["Shortest"])
+    queue = AdmissionQueue(scope["Shortest"])
     long, short, other = (enter(queue, tokens=tokens) for tokens in (50, 10, 10))
     assert order(queue) == [short, other, long]
     began = queue.begin(short, 0.0)
@@ -355,7 +357,7 @@ def test_the_discipline_of_the_documentation() -> None:
     queue.ended(began, 1.0, whole=True)
     queue.put_back(short, 1.0)
     assert order(queue) == [short, other, long]
-    bounds = Bounds(3, 10**9)
+    bounds = QueueLimits(3, 10**9)
     assert queue.enter(request(queue, deadline=9e9), bounds, 1.0).refusal is Refusal.QUEUE_FULL
     better = request(queue, priority=Priority.CRITICAL, deadline=9e9)
     assert queue.enter(better, bounds, 1.0).displaced == (other,)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from policy.admission.retry_policy import MAX_BEGUN, AttemptOutcome, Cause, RetryState, retryable
-from policy.config.deployment import Eject, Retry
+from policy.admission.retry_policy import MAX_BEGUN, AttemptOutcome, RejectionCause, RetryState, retryable
+from policy.config.deployment import OutlierEjection, RetryBudget
 from policy.request import Request
 from policy.routing.cost import Candidate
-from policy.routing.replica_health import AttemptResult, Breaker, HealthCounters, ReplicaHealth
+from policy.routing.replica_health import AttemptResult, CircuitBreaker, HealthCounters, ReplicaHealth
 
 FAILURES = 9
 (
@@ -31,7 +31,7 @@ FAILURES = 9
 class Pool:
     """What a retry asks of the replicas, of which some may be ``busy``."""
 
-    def __init__(self, breakers: list[Breaker], busy: int = 0) -> None:
+    def __init__(self, breakers: list[CircuitBreaker], busy: int = 0) -> None:
         self._all = [Candidate(f"r{i}", i) for i in range(len(breakers))]
         self._breakers = breakers
         self._busy = busy
@@ -55,13 +55,13 @@ class Attempts:
 
     def __init__(self, replicas: int, retries: int, *, busy: int = 0) -> None:
         self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
-        self.health.configure(Eject(failures=FAILURES), Retry(budget=0.0, at_least=retries))
+        self.health.configure(OutlierEjection(failures=FAILURES), RetryBudget(budget=0.0, at_least=retries))
         self.breakers = [self.health.join() for _ in range(replicas)]
         self.pool = Pool(self.breakers, busy)
         self.request = Request("m")
         self.state = RetryState()
 
-    def after(self, outcome: AttemptOutcome, on: int, *, adapter: bool = False) -> Cause | None:
+    def after(self, outcome: AttemptOutcome, on: int, *, adapter: bool = False) -> RejectionCause | None:
         breaker = self.breakers[on]
         serves_others = breaker.serves_well(0.0)
         self.health.record(breaker, self.state.result(outcome), 0.0)
@@ -76,7 +76,7 @@ class Attempts:
             for _ in range(20):
                 self.health.record(self.breakers[replica], AttemptResult.GOOD, 0.0)
 
-    def may_move(self, to: Breaker) -> bool:
+    def may_move(self, to: CircuitBreaker) -> bool:
         return self.state.may_move(to, self.health, 0.0)
 
     def retryable(self) -> list[str]:
@@ -88,31 +88,35 @@ class Attempts:
     ("outcomes", "replicas", "retries", "cause", "counted"),
     [
         ([REFUSED] * 5, 2, 0, None, {}),
-        ([REJECTED], 2, 9, Cause.REJECTED, {}),
+        ([REJECTED], 2, 9, RejectionCause.REJECTED, {}),
         ([FAILED], 2, 0, None, {"free": 1}),
-        ([FAILED], 1, 9, Cause.FAILED, {}),
+        ([FAILED], 1, 9, RejectionCause.FAILED, {}),
         ([FAILED] * 4, 5, 0, None, {"free": 4}),
-        ([FAILED] * 5, 5, 0, Cause.FAILED, {"free": 4}),
+        ([FAILED] * 5, 5, 0, RejectionCause.FAILED, {"free": 4}),
         ([DECLINED] * 4, 5, 0, None, {"free": 4}),
-        ([DECLINED] * 2, 2, 0, Cause.FAILED, {"free": 1}),
+        ([DECLINED] * 2, 2, 0, RejectionCause.FAILED, {"free": 1}),
         ([DENIED] * 4, 5, 0, None, {"free": 4}),
-        ([DENIED] * 2, 2, 0, Cause.REJECTED, {"free": 1}),
+        ([DENIED] * 2, 2, 0, RejectionCause.REJECTED, {"free": 1}),
         ([SILENT], 2, 0, None, {"free": 1}),
-        ([SILENT, SILENT], 3, 9, Cause.FAILED, {"free": 1}),
+        ([SILENT, SILENT], 3, 9, RejectionCause.FAILED, {"free": 1}),
         ([LOST], 2, 0, None, {"free": 1}),
         ([LOST], 1, 1, None, {"allowed": 1}),
-        ([LOST, LOST], 3, 9, Cause.FAILED, {"free": 1}),
+        ([LOST, LOST], 3, 9, RejectionCause.FAILED, {"free": 1}),
         ([FAILED, LOST], 3, 9, None, {"free": 2}),
         ([DROPPED] * 4, 5, 0, None, {"free": 4}),
         ([DROPPED], 1, 1, None, {"allowed": 1}),
-        ([DROPPED, DROPPED], 1, 1, Cause.FAILED, {"allowed": 1}),
+        ([DROPPED, DROPPED], 1, 1, RejectionCause.FAILED, {"allowed": 1}),
         ([UNREACHABLE] * 4, 5, 0, None, {"free": 4}),
-        ([UNREACHABLE, UNREACHABLE], 1, 1, Cause.RETRIES_SPENT, {"allowed": 1}),
+        ([UNREACHABLE, UNREACHABLE], 1, 1, RejectionCause.RETRIES_SPENT, {"allowed": 1}),
         ([UNREACHABLE, LOST], 3, 0, None, {"free": 2}),
     ],
 )
 def test_the_retry_rule(
-    outcomes: list[AttemptOutcome], replicas: int, retries: int, cause: Cause | None, counted: dict[str, int]
+    outcomes: list[AttemptOutcome],
+    replicas: int,
+    retries: int,
+    cause: RejectionCause | None,
+    counted: dict[str, int],
 ) -> None:
     attempts = Attempts(replicas, retries)
     found = None
@@ -127,15 +131,15 @@ def test_the_retry_rule(
 @pytest.mark.parametrize(
     ("outcome", "well", "cause"),
     [
-        (FAILED, (0, 1), Cause.FAILED),
-        (DENIED, (0, 1), Cause.REJECTED),
+        (FAILED, (0, 1), RejectionCause.FAILED),
+        (DENIED, (0, 1), RejectionCause.REJECTED),
         (FAILED, (0,), None),
         (DECLINED, (0, 1), None),
         (DROPPED, (0, 1), None),
     ],
 )
 def test_a_request_that_two_replicas_fail_which_serve_others_is_at_fault(
-    outcome: AttemptOutcome, well: tuple[int, ...], cause: Cause | None
+    outcome: AttemptOutcome, well: tuple[int, ...], cause: RejectionCause | None
 ) -> None:
     attempts = Attempts(3, 9)
     attempts.serve_others(*well)
@@ -152,18 +156,18 @@ def test_a_request_that_two_replicas_fail_which_serve_others_is_at_fault(
         ([SILENT, FAILED], 1, None),
         ([FAILED, SILENT], 1, None),
         ([FAILED, FAILED, DENIED], 2, None),
-        ([FAILED, FAILED], 0, Cause.FAILED),
-        ([DENIED, DENIED], 0, Cause.REJECTED),
-        ([FAILED] * 3, 1, Cause.FAILED),
-        ([FAILED] * 5, 9, Cause.FAILED),
-        ([SILENT, SILENT], 9, Cause.FAILED),
-        ([FAILED, FAILED, SILENT, SILENT], 9, Cause.FAILED),
-        ([FAILED, LOST], 9, Cause.FAILED),
-        ([LOST, DENIED], 9, Cause.REJECTED),
+        ([FAILED, FAILED], 0, RejectionCause.FAILED),
+        ([DENIED, DENIED], 0, RejectionCause.REJECTED),
+        ([FAILED] * 3, 1, RejectionCause.FAILED),
+        ([FAILED] * 5, 9, RejectionCause.FAILED),
+        ([SILENT, SILENT], 9, RejectionCause.FAILED),
+        ([FAILED, FAILED, SILENT, SILENT], 9, RejectionCause.FAILED),
+        ([FAILED, LOST], 9, RejectionCause.FAILED),
+        ([LOST, DENIED], 9, RejectionCause.REJECTED),
     ],
 )
 def test_of_two_that_went_bad_at_once_the_budget_pays_for_a_third_that_serves_others(
-    outcomes: list[AttemptOutcome], retries: int, cause: Cause | None
+    outcomes: list[AttemptOutcome], retries: int, cause: RejectionCause | None
 ) -> None:
     attempts = Attempts(5, retries)
     attempts.serve_others(*range(5))
@@ -176,7 +180,7 @@ def test_a_request_that_may_be_tried_once_gets_no_third_opinion() -> None:
     attempts = Attempts(3, 9)
     attempts.serve_others(0, 1, 2)
     attempts.request.begun = MAX_BEGUN - 1
-    assert attempts.after(FAILED, 0) is Cause.FAILED
+    assert attempts.after(FAILED, 0) is RejectionCause.FAILED
 
 
 @pytest.mark.parametrize("outcome", [FAILED, DENIED])
@@ -234,7 +238,7 @@ def test_a_silent_replica_that_was_ejected_counts_as_lost() -> None:
 def test_two_failed_adapter_loads_end_the_request() -> None:
     attempts = Attempts(3, 9)
     assert attempts.after(REFUSED, 0, adapter=True) is None
-    assert attempts.after(REFUSED, 1, adapter=True) is Cause.ADAPTER
+    assert attempts.after(REFUSED, 1, adapter=True) is RejectionCause.ADAPTER
 
 
 def test_when_all_replicas_fail_the_cause_is_the_fleet() -> None:
@@ -243,6 +247,6 @@ def test_when_all_replicas_fail_the_cause_is_the_fleet() -> None:
         for _ in range(FAILURES):
             attempts.health.record(breaker, AttemptResult.BAD, 0.0)
     assert attempts.after(FAILED, 0) is None
-    assert attempts.after(FAILED, 1) is Cause.RETRIES_SPENT
+    assert attempts.after(FAILED, 1) is RejectionCause.RETRIES_SPENT
     attempts.request.begun = 1
-    assert attempts.after(LOST, 0) is Cause.FAILED
+    assert attempts.after(LOST, 0) is RejectionCause.FAILED

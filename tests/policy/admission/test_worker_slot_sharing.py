@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.worker_slot_sharing import LEFT_S, UNWANTED_S, LeftSlots, has_fair_share
+from policy.admission.worker_slot_sharing import LEFT_S, UNWANTED_S, YieldedSlots, has_fair_share
 from policy.routing.cost import Candidate
 
 COUNT = st.integers(0, 50)
@@ -45,7 +45,7 @@ def test_a_worker_yields_nothing_while_others_have_no_queue() -> None:
 
 
 def test_a_slot_that_the_others_do_not_take_is_left_for_a_short_time_only() -> None:
-    left, replica = LeftSlots(), Candidate("r", 1, bound=2)
+    left, replica = YieldedSlots(), Candidate("r", 1, bound=2)
     taken = LEFT_S + 0.01
     assert [left.leaves(replica, 0, 0, at) for at in (0.0, 0.02, 0.04, taken)] == [True, True, True, False]
     replica.begun = 1  # this worker takes it, and soon the next one
@@ -55,7 +55,7 @@ def test_a_slot_that_the_others_do_not_take_is_left_for_a_short_time_only() -> N
 
 def test_a_slot_that_was_left_in_vain_is_left_to_a_critical_request_that_comes_later() -> None:
     """For a second batch requests took every slot before it."""
-    left, replica = LeftSlots(), Candidate("r", 1, bound=2)
+    left, replica = YieldedSlots(), Candidate("r", 1, bound=2)
     taken = LEFT_S + 0.01
     assert [left.leaves(replica, 0, 3, at) for at in (0.0, 0.04, taken)] == [True, True, False]
     replica.begun = 1
@@ -68,13 +68,13 @@ def test_a_slot_that_was_left_in_vain_is_left_to_a_critical_request_that_comes_l
 
 
 def test_slots_are_left_to_the_others_as_long_as_they_take_them() -> None:
-    left, replica = LeftSlots(), Candidate("r", 1, bound=2)
+    left, replica = YieldedSlots(), Candidate("r", 1, bound=2)
     for i in range(200):
         replica.begun = i // 2  # by another worker, every 40 ms
         assert left.leaves(replica, i // 2, 0, i * 0.02)
 
 
 def test_a_slot_that_is_free_long_after_the_last_is_left_again() -> None:
-    left, replica = LeftSlots(), Candidate("r", 1, bound=2)
+    left, replica = YieldedSlots(), Candidate("r", 1, bound=2)
     assert left.leaves(replica, 0, 0, 0.0)
     assert left.leaves(replica, 0, 0, 5.0)

@@ -9,7 +9,7 @@ import pytest
 
 from policy.config.engine_revision import digest, same_engines
 from policy.config.shared_gpus import GpuGroup, cards, gpu_group_of
-from policy.deployment_file.diff import Effect, diff
+from policy.deployment_file.diff import ChangeEffect, diff
 from tests.serve.sim_documents import deployment, sim_model
 
 
@@ -95,14 +95,16 @@ def test_vllm_models_share_gpus_by_default() -> None:
 @pytest.mark.parametrize(
     ("key", "becomes", "effect"),
     [
-        ("sleep", "never", Effect.NEW_GENERATION),
-        ("dwell_s", 5.0, Effect.LIVE),
+        ("sleep", "never", ChangeEffect.NEW_GENERATION),
+        ("dwell_s", 5.0, ChangeEffect.LIVE),
         # More replicas than fit end the sharing.
-        ("max", 5, Effect.NEW_GENERATION),
-        ("max", 3, Effect.LIVE),
+        ("max", 5, ChangeEffect.NEW_GENERATION),
+        ("max", 3, ChangeEffect.LIVE),
     ],
 )
-def test_a_change_has_its_effect_on_engines_of_a_gpu_group(key: str, becomes: Any, effect: Effect) -> None:
+def test_a_change_has_its_effect_on_engines_of_a_gpu_group(
+    key: str, becomes: Any, effect: ChangeEffect
+) -> None:
     written = {
         "sim": {"profile": "sim-small", "wake_s": 1.0},
         "shapes": {"small": {"gpus": 2, "tensor_parallel": 2}, "large": {"gpus": 8, "tensor_parallel": 8}},

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.batch_scheduler import Request, Scheduler, StepResult, StepTimes
-from policy.engine.performance_model import EngineModel, Limits
+from policy.engine.batch_scheduler import BatchScheduler, EngineRequest, StepResult, StepTimes
+from policy.engine.performance_model import BatchLimits, EngineModel
 from policy.engine.prefix_cache import PrefixCache
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-7, r=1e-5)
-WIDE = Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=1000)
+WIDE = BatchLimits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=1000)
 
 requests = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 30), st.floats(0, 0.99), st.integers(0, 20)),
@@ -19,7 +19,7 @@ requests = st.lists(
     max_size=12,
 )
 limits = st.builds(
-    Limits,
+    BatchLimits,
     max_num_batched_tokens=st.integers(1, 64),
     max_num_seqs=st.integers(1, 8),
     kv_tokens=st.integers(90, 300),
@@ -29,15 +29,15 @@ limits = st.builds(
 Asked = list[tuple[int, int, float, int]]
 
 
-def loaded(asked: Asked, bounds: Limits) -> Scheduler:
+def loaded(asked: Asked, bounds: BatchLimits) -> BatchScheduler:
     """A scheduler to which all of ``asked`` were submitted."""
-    scheduler = Scheduler(MODEL, bounds)
+    scheduler = BatchScheduler(MODEL, bounds)
     for index, (prompt, output, hit, _) in enumerate(asked):
-        scheduler.submit(Request(str(index), prompt, output, int(prompt * hit)))
+        scheduler.submit(EngineRequest(str(index), prompt, output, int(prompt * hit)))
     return scheduler
 
 
-def drain(scheduler: Scheduler) -> list[StepResult]:
+def drain(scheduler: BatchScheduler) -> list[StepResult]:
     results = []
     while scheduler.running or scheduler.waiting:
         results.append(scheduler.step())
@@ -46,8 +46,8 @@ def drain(scheduler: Scheduler) -> list[StepResult]:
 
 @pytest.mark.slow
 @given(requests, limits)
-def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bounds: Limits) -> None:
-    scheduler = Scheduler(MODEL, bounds)
+def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bounds: BatchLimits) -> None:
+    scheduler = BatchScheduler(MODEL, bounds)
     produced: dict[str, int] = {}
     finished: set[str] = set()
     wanted: dict[str, int] = {}
@@ -58,7 +58,7 @@ def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bo
         while pending and pending[0][1][3] <= at_step:
             index, (prompt, output, hit, _) = pending.pop(0)
             cached = int(prompt * hit)
-            scheduler.submit(Request(str(index), prompt, output, cached))
+            scheduler.submit(EngineRequest(str(index), prompt, output, cached))
             wanted[str(index)] = output
             recomputed += prompt - cached + output - 1
         result = scheduler.step()
@@ -82,7 +82,9 @@ def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bo
 
 @pytest.mark.slow
 @given(requests, limits, st.sets(st.integers(0, 11)), st.integers(0, 15))
-def test_an_abort_frees_everything_at_once(asked: Asked, bounds: Limits, gone: set[int], after: int) -> None:
+def test_an_abort_frees_everything_at_once(
+    asked: Asked, bounds: BatchLimits, gone: set[int], after: int
+) -> None:
     scheduler = loaded(asked, bounds)
     for _ in range(after):
         scheduler.step()
@@ -94,9 +96,9 @@ def test_an_abort_frees_everything_at_once(asked: Asked, bounds: Limits, gone: s
 
 
 def test_golden_prompt_in_chunks_then_decodes() -> None:
-    scheduler = Scheduler(MODEL, WIDE)
-    scheduler.submit(Request("a", 150, 3))
-    scheduler.submit(Request("b", 20, 2))
+    scheduler = BatchScheduler(MODEL, WIDE)
+    scheduler.submit(EngineRequest("a", 150, 3))
+    scheduler.submit(EngineRequest("b", 20, 2))
     results = drain(scheduler)
     assert [(r.scheduled, tuple(r.tokens), r.finished, r.kv_used) for r in results] == [
         (100, (), (), 100),
@@ -111,9 +113,9 @@ def test_golden_prompt_in_chunks_then_decodes() -> None:
 
 
 def test_golden_preemption_takes_the_youngest_and_recomputes_it() -> None:
-    scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=40))
-    scheduler.submit(Request("old", 18, 10))
-    scheduler.submit(Request("young", 20, 4))
+    scheduler = BatchScheduler(MODEL, BatchLimits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=40))
+    scheduler.submit(EngineRequest("old", 18, 10))
+    scheduler.submit(EngineRequest("young", 20, 4))
     results = drain(scheduler)
     assert [r.preempted for r in results if r.preempted] == [("young",)]
     preempted_at = next(i for i, r in enumerate(results) if r.preempted)
@@ -123,8 +125,8 @@ def test_golden_preemption_takes_the_youngest_and_recomputes_it() -> None:
 
 
 def test_cached_tokens_shorten_the_prefill_but_hold_kv() -> None:
-    scheduler = Scheduler(MODEL, WIDE)
-    scheduler.submit(Request("a", 90, 2, cached_tokens=80))
+    scheduler = BatchScheduler(MODEL, WIDE)
+    scheduler.submit(EngineRequest("a", 90, 2, cached_tokens=80))
     result = scheduler.step()
     assert (result.scheduled, result.kv_used, result.tokens) == (10, 90, {"a": 1})
 
@@ -132,16 +134,16 @@ def test_cached_tokens_shorten_the_prefill_but_hold_kv() -> None:
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (Request("a", 0, 1), "nothing"),
-        (Request("a", 5, 0), "nothing"),
-        (Request("a", 5, 1, cached_tokens=5), "nothing left"),
-        (Request("a", 900, 102), "needs 1001 of 1000"),
-        (Request("here", 1, 1), "already here"),
+        (EngineRequest("a", 0, 1), "nothing"),
+        (EngineRequest("a", 5, 0), "nothing"),
+        (EngineRequest("a", 5, 1, cached_tokens=5), "nothing left"),
+        (EngineRequest("a", 900, 102), "needs 1001 of 1000"),
+        (EngineRequest("here", 1, 1), "already here"),
     ],
 )
-def test_impossible_requests_are_refused(request_: Request, reason: str) -> None:
-    scheduler = Scheduler(MODEL, WIDE)
-    scheduler.submit(Request("here", 1, 1))
+def test_impossible_requests_are_refused(request_: EngineRequest, reason: str) -> None:
+    scheduler = BatchScheduler(MODEL, WIDE)
+    scheduler.submit(EngineRequest("here", 1, 1))
     with pytest.raises(ValueError, match=reason):
         scheduler.submit(request_)
     assert scheduler.waiting == 1
@@ -149,7 +151,7 @@ def test_impossible_requests_are_refused(request_: Request, reason: str) -> None
 
 @pytest.mark.slow
 @given(requests, limits, st.integers(0, 40), st.data())
-def test_a_leap_equals_its_steps(asked: Asked, bounds: Limits, before: int, data: st.DataObject) -> None:
+def test_a_leap_equals_its_steps(asked: Asked, bounds: BatchLimits, before: int, data: st.DataObject) -> None:
     stepped, leapt = loaded(asked, bounds), loaded(asked, bounds)
     for scheduler in (stepped, leapt):
         for _ in range(before):
@@ -179,10 +181,10 @@ def test_step_times_give_the_ended_step_count(step_s: float, growth: float, step
 
 
 def test_steps_are_alike_until_the_kv_cache_overflows() -> None:
-    scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=50))
+    scheduler = BatchScheduler(MODEL, BatchLimits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=50))
     for name in ("a", "b"):
-        scheduler.submit(Request(name, 20, 30))
-    scheduler.submit(Request("c", 20, 2))
+        scheduler.submit(EngineRequest(name, 20, 30))
+    scheduler.submit(EngineRequest("c", 20, 2))
     assert scheduler.step().waiting == 1
     assert scheduler.alike() == 5
     scheduler.leap(5)
@@ -190,18 +192,18 @@ def test_steps_are_alike_until_the_kv_cache_overflows() -> None:
 
 
 def test_the_prefix_cache_is_looked_up_when_a_request_is_admitted() -> None:
-    limits = Limits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=1000)
-    scheduler = Scheduler(MODEL, limits, PrefixCache(1000))
+    limits = BatchLimits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=1000)
+    scheduler = BatchScheduler(MODEL, limits, PrefixCache(1000))
     for name in ("a", "b"):
-        scheduler.submit(Request(name, 90, 1, blocks=tuple(range(5))))
+        scheduler.submit(EngineRequest(name, 90, 1, blocks=tuple(range(5))))
     assert scheduler.prefilling == 180, "nothing is cached yet"
     assert [scheduler.step().scheduled for _ in range(2)] == [90, 10]
 
 
 def test_running_requests_take_memory_from_the_prefix_cache() -> None:
-    limits = Limits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=100)
-    scheduler = Scheduler(MODEL, limits, PrefixCache(100))
+    limits = BatchLimits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=100)
+    scheduler = BatchScheduler(MODEL, limits, PrefixCache(100))
     for name, blocks in (("a", (1, 2, 3, 4, 5)), ("b", (6, 7, 8)), ("c", (1, 2, 3, 4, 5))):
-        scheduler.submit(Request(name, 16 * len(blocks) + 1, 1, blocks=blocks))
+        scheduler.submit(EngineRequest(name, 16 * len(blocks) + 1, 1, blocks=blocks))
     # b needs 49 tokens beside the 80 that a left: the last two blocks of a are evicted.
     assert [scheduler.step().scheduled for _ in range(3)] == [81, 49, 81 - 3 * 16]

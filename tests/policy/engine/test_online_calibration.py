@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from policy.engine.builtin_profiles import profile
 from policy.engine.least_squares import fit
-from policy.engine.online_calibration import FIT_EVERY, MIN_SAMPLES, REGIONS, Calibration, State, slowness
+from policy.engine.online_calibration import (
+    FIT_EVERY,
+    MIN_SAMPLES,
+    REGIONS,
+    Calibration,
+    CalibrationState,
+    slowness,
+)
 from policy.engine.performance_model import EngineModel
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.step_samples import StepSample, pool_steps
@@ -67,7 +74,9 @@ def fed(calibration: Calibration, truth: tuple[EngineModel, int, int, int], coun
 
 
 def restarted(calibration: Calibration, prior: EngineModel) -> Calibration:
-    return Calibration(prior, msgspec.json.decode(msgspec.json.encode(calibration.state), type=State))
+    return Calibration(
+        prior, msgspec.json.decode(msgspec.json.encode(calibration.state), type=CalibrationState)
+    )
 
 
 def largest_error(found: EngineModel, truth: tuple[EngineModel, int, int, int], slower: float = 1.0) -> float:

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from policy.config.deployment import ModelSpec
-from policy.deployment_file.diff import Effect, diff
+from policy.deployment_file.diff import ChangeEffect, diff
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import profile, shipped
-from policy.engine.performance_model import EngineModel, Limits
-from policy.engine.performance_model_file import Errors, ModelFile, encode, model_file
+from policy.engine.performance_model import BatchLimits, EngineModel
+from policy.engine.performance_model_file import FitErrors, PerformanceModelFile, encode, model_file
 from policy.errors import ConfigError
 
 
-def made(**over: Any) -> ModelFile:
+def made(**over: Any) -> PerformanceModelFile:
     """A file that was fitted to two H100s."""
     given: dict[str, Any] = {
         "format": 1,
@@ -28,16 +28,16 @@ def made(**over: Any) -> ModelFile:
         "tidegate": "0.1.0",
         "at": "2026-01-31T12:00:00+00:00",
         "engine_model": EngineModel(o=1e-3, w=8e-3, c=4e-5, g=6e-8, r=1e-5),
-        "limits": Limits(max_num_batched_tokens=4096, max_num_seqs=128, kv_tokens=500_000),
+        "limits": BatchLimits(max_num_batched_tokens=4096, max_num_seqs=128, kv_tokens=500_000),
         "max_model_len": 8192,
         "path_s": 0.003,
-        "error": Errors(points=3, step_p50=0.02, step_p90=0.05, itl_p50=0.03, ttft_p90=0.1),
+        "error": FitErrors(points=3, step_p50=0.02, step_p90=0.05, itl_p50=0.03, ttft_p90=0.1),
         "steps": 9000,
         "points": (),
         "prior": "h100-8b",
         "prior_model": profile("h100-8b").model,
     }
-    return ModelFile(**given | over)
+    return PerformanceModelFile(**given | over)
 
 
 def content(**over: Any) -> dict[str, Any]:
@@ -112,5 +112,5 @@ def test_a_diff_shows_the_file_by_its_description() -> None:
         return parse({"models": [model]})
 
     (change,) = diff(deployed("h100-8b"), deployed(content()))
-    assert (change.path, change.before, change.effect) == ("models[m].profile", "h100-8b", Effect.LIVE)
+    assert (change.path, change.before, change.effect) == ("models[m].profile", "h100-8b", ChangeEffect.LIVE)
     assert change.after == "calibrated on m, shape large, at 2026-01-31T12:00:00+00:00"

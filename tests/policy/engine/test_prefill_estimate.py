@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.performance_model import EngineModel, Limits, Timing
+from policy.engine.performance_model import BatchLimits, EngineModel, Timing
 from policy.engine.prefill_estimate import GENERIC, StepTable
 
 TABLES = [
-    StepTable(Timing(limits=Limits(max_num_batched_tokens=batch, max_num_seqs=256, kv_tokens=0), model=model))
+    StepTable(
+        Timing(limits=BatchLimits(max_num_batched_tokens=batch, max_num_seqs=256, kv_tokens=0), model=model)
+    )
     for batch in (64, 1000, 8192)
     for model in (GENERIC.model, EngineModel(o=1e-3, w=2e-2, c=1e-4, g=1e-6, r=1e-4))
 ]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config.control import SloConfig
-from policy.engine.batch_scheduler import Request, Scheduler
+from policy.engine.batch_scheduler import BatchScheduler, EngineRequest
 from policy.engine.builtin_profiles import PROFILES, profile
-from policy.engine.performance_model import Limits, Timing, Workload
+from policy.engine.performance_model import BatchLimits, EngineLoad, Timing
 from policy.engine.replica_capacity import (
     FULL,
     ExpectedLatency,
@@ -46,8 +46,8 @@ def timing(case: Case) -> Timing:
     return msgspec.structs.replace(found, limits=msgspec.structs.replace(found.limits, **over))
 
 
-def workload(case: Case, lam: float = 0.0) -> Workload:
-    return Workload(lam=lam, input_tokens=case[2], output_tokens=case[3])
+def workload(case: Case, lam: float = 0.0) -> EngineLoad:
+    return EngineLoad(lam=lam, input_tokens=case[2], output_tokens=case[3])
 
 
 def p95(durations: list[float]) -> float:
@@ -58,7 +58,7 @@ def simulated(case: Case, lam: float, count: int) -> ExpectedLatency:
     """The latencies of ``count`` requests with Poisson arrivals, without the warm-up and the end."""
     engine, random = timing(case), Random(1)  # noqa: S311 - no secret
     assert engine.model is not None
-    scheduler = Scheduler(engine.model, engine.limits)
+    scheduler = BatchScheduler(engine.model, engine.limits)
     arrivals, at = [], 0.0
     for _ in range(count):
         at += random.expovariate(lam)
@@ -72,7 +72,7 @@ def simulated(case: Case, lam: float, count: int) -> ExpectedLatency:
         if not scheduler.running and not scheduler.waiting:
             now = max(now, arrivals[arrived])
         while arrived < count and arrivals[arrived] <= now:
-            scheduler.submit(Request(str(arrived), case[2], case[3]))
+            scheduler.submit(EngineRequest(str(arrived), case[2], case[3]))
             arrived += 1
         result = scheduler.step()
         now += result.duration_s
@@ -136,12 +136,12 @@ def test_short_answers(
 def test_the_maximum_rate_is_the_throughput_of_an_overloaded_scheduler(case: Case) -> None:
     engine, edge = timing(case), capability(timing(case), workload(case), NOTHING).mu_max
     assert engine.model is not None
-    scheduler = Scheduler(engine.model, engine.limits)
+    scheduler = BatchScheduler(engine.model, engine.limits)
     now, arrived, done = 0.0, 0, 0
     since, before = 0.0, 0
     while done < 1200:
         while arrived < 1.5 * edge * now + 1:
-            scheduler.submit(Request(str(arrived), case[2], case[3]))
+            scheduler.submit(EngineRequest(str(arrived), case[2], case[3]))
             arrived += 1
         result = scheduler.step()
         now += result.duration_s
@@ -166,9 +166,9 @@ def engine_of(shape: Shape) -> Timing:
     return profile(name).timing(degree)
 
 
-def load_of(load: Load, lam: float = 0.0) -> Workload:
+def load_of(load: Load, lam: float = 0.0) -> EngineLoad:
     prompt, output, hit = load
-    return Workload(lam=lam, input_tokens=prompt, output_tokens=output, hit=hit)
+    return EngineLoad(lam=lam, input_tokens=prompt, output_tokens=output, hit=hit)
 
 
 @given(shapes, loads, bounds, bounds)
@@ -219,7 +219,7 @@ def test_predictions_are_finite_and_grow_with_the_rate(shape: Shape, load: Load,
 def test_a_single_request_does_not_wait() -> None:
     engine = engine_of(("h100-8b", 1))
     assert engine.model is not None
-    alone = latency_at(engine, Workload(lam=1e-6, input_tokens=1000, output_tokens=150), NOTHING)
+    alone = latency_at(engine, EngineLoad(lam=1e-6, input_tokens=1000, output_tokens=150), NOTHING)
     assert alone.ttft_p95_s == pytest.approx(engine.model.prefill_s(1000, 8192), rel=1e-3)
     assert alone.itl_p95_s == pytest.approx(engine.model.step_time(1, 1075, 1), rel=1e-3)
 
@@ -227,7 +227,7 @@ def test_a_single_request_does_not_wait() -> None:
 def test_answers_of_one_token_ignore_the_itl_slo() -> None:
     """Embeddings and answers of one token have no inter-token gap."""
     case = CASES[3]
-    vectors = Workload(lam=0.0, input_tokens=case[2], output_tokens=1.0)
+    vectors = EngineLoad(lam=0.0, input_tokens=case[2], output_tokens=1.0)
     strict = SloConfig(itl_p95_s=1e-4, ttft_p95_s=1.0)
     found = capability(timing(case), vectors, strict)
     assert found.mu == capability(timing(case), vectors, SloConfig(ttft_p95_s=1.0)).mu > 0.0
@@ -238,8 +238,8 @@ def test_answers_of_one_token_ignore_the_itl_slo() -> None:
 
 
 def test_an_unknown_engine_gets_the_generic_model() -> None:
-    unknown = Timing(limits=Limits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0))
-    able = capability(unknown, Workload(lam=0.0, input_tokens=1000, output_tokens=150), NOTHING)
+    unknown = Timing(limits=BatchLimits(max_num_batched_tokens=8192, max_num_seqs=256, kv_tokens=0))
+    able = capability(unknown, EngineLoad(lam=0.0, input_tokens=1000, output_tokens=150), NOTHING)
     assert 5 < able.mu < 50
     assert (able.seats, able.kv_tokens) == (256, 0)
 
@@ -256,7 +256,7 @@ def test_golden_capabilities() -> None:
     """A change here changes scaling."""
     found = {}
     for shape in GOLDEN:
-        load = Workload(lam=0.0, input_tokens=200, output_tokens=100)
+        load = EngineLoad(lam=0.0, input_tokens=200, output_tokens=100)
         slo = SloConfig(ttft_p95_s=0.1, itl_p95_s=0.015)
         found[shape] = tuple(capability(engine_of(shape), load, each).mu for each in (NOTHING, slo))
     assert found == {shape: pytest.approx(rates, rel=1e-3) for shape, rates in GOLDEN.items()}
@@ -276,7 +276,7 @@ def test_the_replicas_that_let_an_arrival_find_an_idle_one_follow_erlangs_table(
 
 def test_a_request_on_an_idle_replica_takes_its_prompt_and_a_step_for_each_token() -> None:
     timing = engine_of(("h100-8b", 1))
-    idle = idle_latency(timing, Workload(lam=0.0, input_tokens=1000, output_tokens=101))
+    idle = idle_latency(timing, EngineLoad(lam=0.0, input_tokens=1000, output_tokens=101))
     assert timing.model is not None
     assert idle.itl_s == pytest.approx(timing.model.step_time(1, 1050, 1), rel=0.01)
     assert idle.ttft_s == pytest.approx(timing.model.prefill_s(1000, 8192), rel=0.05)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from policy.hashing import rendezvous
 from policy.routing.cache_affinity import (
-    Popularity,
-    Share,
+    AssumedAdapterSlots,
+    PopularityCounter,
+    ReplicaShare,
     ShareSums,
-    Slots,
     add_taker,
     balance_of,
     crowd_price,
@@ -34,7 +34,7 @@ def test_homes_are_shared_out_by_weight() -> None:
 
 
 def test_the_least_recently_used_adapter_is_evicted() -> None:
-    slots = Slots(2)
+    slots = AssumedAdapterSlots(2)
     assert slots.use(1) and slots.use(3)
     assert not slots.use(1)
     assert slots.oldest(1) == [3]
@@ -43,7 +43,7 @@ def test_the_least_recently_used_adapter_is_evicted() -> None:
 
 
 def test_a_report_of_loaded_adapters_replaces_the_assumption() -> None:
-    slots = Slots(3)
+    slots = AssumedAdapterSlots(3)
     slots.use(1)
     slots.use(3)
     slots.report([3, 5], [])
@@ -61,7 +61,7 @@ def test_a_report_of_loaded_adapters_replaces_the_assumption() -> None:
 
 
 def test_a_load_in_progress_evicts_nothing_before_the_next_report() -> None:
-    slots = Slots(2)
+    slots = AssumedAdapterSlots(2)
     slots.report([1, 3], [])
     slots.use(5)
     slots.report([1, 3], [])  # the load is in progress
@@ -72,7 +72,7 @@ def test_a_load_in_progress_evicts_nothing_before_the_next_report() -> None:
 
 
 def test_a_first_token_proves_the_load() -> None:
-    slots = Slots(2)
+    slots = AssumedAdapterSlots(2)
     slots.report([], [])
     slots.use(5)
     slots.confirm(5)
@@ -85,11 +85,11 @@ def test_a_first_token_proves_the_load() -> None:
     st.integers(1, 8),
 )
 def test_resident_adapters_are_bounded(events: list[tuple[bool, list[int]]], count: int) -> None:
-    slots = Slots(count)
+    slots = AssumedAdapterSlots(count)
     for is_report, adapters in events:
         if is_report:
             slots.report(adapters[:count], [])
-            fresh = Slots(count)
+            fresh = AssumedAdapterSlots(count)
             fresh.report(adapters[:count], [])
             assert all(adapter in fresh for adapter in adapters[:count])
         else:
@@ -101,17 +101,17 @@ def test_resident_adapters_are_bounded(events: list[tuple[bool, list[int]]], cou
 
 @given(st.lists(st.integers(0, 1000), max_size=300), st.integers(1, 50))
 def test_popularity_is_bounded(keys: list[int], span: int) -> None:
-    popular = Popularity(span)
+    popular = PopularityCounter(span)
     for key in keys:
         popular.add(key)
         assert len(popular) <= 2 * span
         assert 0.0 < popular.share(key) <= 1.0
 
 
-def shares(*loads: float) -> list[Share]:
+def shares(*loads: float) -> list[ReplicaShare]:
     found = []
     for load in loads:
-        share = Share()
+        share = ReplicaShare()
         share.load = load
         found.append(share)
     return found

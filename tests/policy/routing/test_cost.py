@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.performance_model import Limits, Timing
+from policy.engine.performance_model import BatchLimits, Timing
 from policy.engine.prefill_estimate import GENERIC, StepTable
 from policy.request import Request
 from policy.routing.cost import Candidate, estimate
@@ -42,13 +42,13 @@ def test_the_prefill_of_an_estimate_is_that_of_the_step_table(
 
 @pytest.mark.parametrize("running", [57, 64, 100, 256])
 def test_a_prefill_beside_more_requests_than_a_batch_has_tokens_is_estimated(running: int) -> None:
-    limits = Limits(max_num_batched_tokens=64, max_num_seqs=256, kv_tokens=0)
+    limits = BatchLimits(max_num_batched_tokens=64, max_num_seqs=256, kv_tokens=0)
     table = StepTable(Timing(limits=limits, model=GENERIC.model))
     assert table.prefill_s(6, 0.0, running) > table.prefill_s(5, 0.0, 0)
 
 
 def test_replicas_with_equal_timings_share_a_step_table() -> None:
-    limits = Limits(max_num_batched_tokens=64, max_num_seqs=256, kv_tokens=0)
+    limits = BatchLimits(max_num_batched_tokens=64, max_num_seqs=256, kv_tokens=0)
     sites = [ReplicaState(i, Timing(limits=limits, model=GENERIC.model), GENERIC, 8) for i in range(2)]
     assert sites[0].pace is sites[1].pace
     sites[1].time(Timing(limits=msgspec.structs.replace(limits, kv_tokens=9), model=GENERIC.model), GENERIC)

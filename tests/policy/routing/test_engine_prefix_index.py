@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from policy.hashing import block_keys
 from policy.routing import engine_block_tree, engine_prefix_index
-from policy.routing.engine_block_tree import Block
-from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt, News
+from policy.routing.engine_block_tree import KvBlock
+from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt, PrefixIndexUpdate
 
 BLOCK = 4
 # Characters of a prompt up to each of its hashes. A token is a character.
@@ -34,7 +34,7 @@ class Gateway:
         self.at = -1
         self.held: dict[int, tuple[int, int]] = {}
 
-    def read(self) -> News:
+    def read(self) -> PrefixIndexUpdate:
         news = self.index.news(self.at)
         self.at = news.at
         if news.reset:
@@ -290,7 +290,7 @@ def test_the_blocks_of_a_prompt_are_visited_a_few_times_whatever_it_has_of_prefi
 ) -> None:
     upwards = 0
 
-    def counted(block: Block, depth: int) -> Iterator[Block]:
+    def counted(block: KvBlock, depth: int) -> Iterator[KvBlock]:
         nonlocal upwards
         for each in engine_block_tree.up(block, depth):
             upwards += 1
@@ -319,11 +319,11 @@ class WalkingIndex(KvBlockIndex):
 
 
 class Walks:
-    def __init__(self, path: Callable[[Sequence[int]], list[Block]], keys: Sequence[int]) -> None:
+    def __init__(self, path: Callable[[Sequence[int]], list[KvBlock]], keys: Sequence[int]) -> None:
         self.path = path
         self.keys = keys
 
-    def __getitem__(self, at: int) -> Block:
+    def __getitem__(self, at: int) -> KvBlock:
         return self.path(self.keys[: len(self.keys) if at < 0 else at + 1])[-1]
 
 
@@ -389,11 +389,11 @@ class CountingIndex(KvBlockIndex):
 
     looks = 0
 
-    def _refresh(self, block: Block) -> None:
+    def _refresh(self, block: KvBlock) -> None:
         self.looks += 1
         super()._refresh(block)
 
-    def _prune(self, block: Block) -> None:
+    def _prune(self, block: KvBlock) -> None:
         self.looks += 1
         super()._prune(block)
 

@@ -6,44 +6,46 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from policy.config.deployment import Eject, Retry
+from policy.config.deployment import OutlierEjection, RetryBudget
 from policy.routing.replica_health import (
     MIN_VOLUME,
     AttemptResult,
-    Breaker,
-    BreakerState,
+    CircuitBreaker,
+    CircuitBreakerState,
     HealthCounters,
     ReplicaHealth,
-    Watchdog,
+    ReplicaWatchdog,
 )
 
-LIMITS = Eject(failures=5, success_rate=0.85, window_s=10.0, base_s=30.0, max_s=300.0, max_fraction=0.5)
+LIMITS = OutlierEjection(
+    failures=5, success_rate=0.85, window_s=10.0, base_s=30.0, max_s=300.0, max_fraction=0.5
+)
 MIDDLE = 0.5  # the draw that leaves the ejection time as it is
 
 
-def health_of(eject: Eject = LIMITS, retry: Retry | None = None) -> ReplicaHealth:
+def health_of(eject: OutlierEjection = LIMITS, retry: RetryBudget | None = None) -> ReplicaHealth:
     health = ReplicaHealth(HealthCounters(), lambda: MIDDLE)
-    health.configure(eject, retry or Retry())
+    health.configure(eject, retry or RetryBudget())
     return health
 
 
-def model(count: int, limits: Eject = LIMITS) -> tuple[ReplicaHealth, list[Breaker]]:
+def model(count: int, limits: OutlierEjection = LIMITS) -> tuple[ReplicaHealth, list[CircuitBreaker]]:
     health = health_of(limits)
     return health, [health.join() for _ in range(count)]
 
 
-def fail(health: ReplicaHealth, breaker: Breaker, at: float, times: int = 5) -> bool:
+def fail(health: ReplicaHealth, breaker: CircuitBreaker, at: float, times: int = 5) -> bool:
     return [health.record(breaker, AttemptResult.BAD, at) for _ in range(times)][-1]
 
 
-def ejected(limits: Eject = LIMITS) -> tuple[ReplicaHealth, Breaker]:
+def ejected(limits: OutlierEjection = LIMITS) -> tuple[ReplicaHealth, CircuitBreaker]:
     """The first of two replicas, ejected at 0."""
     health, (one, _) = model(2, limits)
     fail(health, one, 0.0)
     return health, one
 
 
-def readmit(breaker: Breaker, at: float, result: AttemptResult = AttemptResult.GOOD) -> None:
+def readmit(breaker: CircuitBreaker, at: float, result: AttemptResult = AttemptResult.GOOD) -> None:
     assert breaker.due(at)
     breaker.half_open()
     assert breaker.take_probe()
@@ -69,7 +71,7 @@ def test_results_without_meaning_for_the_replica_do_not_count() -> None:
 def test_a_third_of_failures_ejects_once_the_volume_is_reached() -> None:
     health, (one, _) = model(2)
     answers = 0
-    while one.state is BreakerState.CLOSED:
+    while one.state is CircuitBreakerState.CLOSED:
         result = AttemptResult.BAD if answers % 3 == 2 else AttemptResult.GOOD
         health.record(one, result, answers * 0.1)
         answers += 1
@@ -82,17 +84,17 @@ def test_failures_older_than_the_window_do_not_count() -> None:
         health.record(one, AttemptResult.BAD if i % 20 == 0 else AttemptResult.GOOD, i * 0.1)
     for i in range(8):  # with those before, two good and six bad would be too many
         health.record(one, AttemptResult.BAD if i % 4 else AttemptResult.GOOD, 40.0 + i * 0.1)
-    assert one.state is BreakerState.CLOSED
+    assert one.state is CircuitBreakerState.CLOSED
 
 
 def test_the_ejection_time_of_a_flapping_replica_grows() -> None:
     """Healthy in even seconds, failing in odd ones, probed as soon as due."""
-    health, (one, _) = model(2, Eject(base_s=1.0, max_s=60.0))
+    health, (one, _) = model(2, OutlierEjection(base_s=1.0, max_s=60.0))
     readmitted = []
     at = 0.0
     while at < 120.0:
         healthy = int(at) % 2 == 0
-        if one.state is BreakerState.CLOSED:
+        if one.state is CircuitBreakerState.CLOSED:
             health.record(one, AttemptResult.GOOD if healthy else AttemptResult.BAD, at)
         elif one.due(at):
             readmit(one, at, AttemptResult.GOOD if healthy else AttemptResult.BAD)
@@ -113,7 +115,7 @@ def test_the_ejection_time_shrinks_after_healthy_time() -> None:
 
 
 def test_the_ejection_time_is_bounded() -> None:
-    health, (one, _) = model(2, Eject(base_s=30.0, max_s=40.0))
+    health, (one, _) = model(2, OutlierEjection(base_s=30.0, max_s=40.0))
     at = 0.0
     for _ in range(3):
         fail(health, one, at)
@@ -124,7 +126,7 @@ def test_the_ejection_time_is_bounded() -> None:
 
 @pytest.mark.parametrize(("draw", "lasts_s"), [(0.0, 27.0), (0.5, 30.0), (1.0, 33.0)])
 def test_the_draw_spreads_the_probes_of_many_workers(draw: float, lasts_s: float) -> None:
-    breaker = Breaker(LIMITS)
+    breaker = CircuitBreaker(LIMITS)
     breaker.open(0.0, draw)
     assert not breaker.due(lasts_s - 0.1)
     assert breaker.due(lasts_s + 0.1)
@@ -169,7 +171,9 @@ def test_at_most_half_are_ejected_and_all_fail_knows_the_rest() -> None:
     for breaker in breakers:
         assert not health.all_fail(0.0)
         fail(health, breaker, 0.0)
-    assert [breaker.state for breaker in breakers] == [BreakerState.OPEN] * 2 + [BreakerState.CLOSED] * 2
+    assert [breaker.state for breaker in breakers] == [CircuitBreakerState.OPEN] * 2 + [
+        CircuitBreakerState.CLOSED
+    ] * 2
     assert health.all_fail(0.0)
     health.record(breakers[3], AttemptResult.GOOD, 0.0)
     assert not health.all_fail(0.0)
@@ -177,7 +181,7 @@ def test_at_most_half_are_ejected_and_all_fail_knows_the_rest() -> None:
 
 def test_new_limits_apply_to_existing_breakers() -> None:
     health, (one, _) = model(2)
-    health.configure(Eject(failures=2), Retry())
+    health.configure(OutlierEjection(failures=2), RetryBudget())
     assert fail(health, one, 0.0, 2)
 
 
@@ -188,7 +192,7 @@ def test_a_removed_replica_does_not_count() -> None:
 
 
 def test_the_watchdog_counts_from_the_last_progress_while_requests_are_held() -> None:
-    watchdog = Watchdog()
+    watchdog = ReplicaWatchdog()
     assert watchdog.stuck_s(0, 0, 0.0) == 0.0
     assert watchdog.stuck_s(1, 0, 100.0) == 0.0
     assert watchdog.stuck_s(1, 0, 104.0) == 4.0
@@ -199,15 +203,15 @@ def test_the_watchdog_counts_from_the_last_progress_while_requests_are_held() ->
 
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 0.5])
 def test_replicas_that_serve_nothing_are_all_ejected_once_another_serves_well(fraction: float) -> None:
-    health, (good, *bad) = model(5, Eject(max_fraction=fraction))
+    health, (good, *bad) = model(5, OutlierEjection(max_fraction=fraction))
     fraction_of_five = int(5 * fraction)
     for breaker in bad:
         fail(health, breaker, 0.0)
-    assert [b.state for b in bad].count(BreakerState.OPEN) == fraction_of_five
+    assert [b.state for b in bad].count(CircuitBreakerState.OPEN) == fraction_of_five
     health.record(good, AttemptResult.GOOD, 0.0)
     for breaker in bad:
         health.record(breaker, AttemptResult.BAD, 0.0)
-    assert [b.state for b in bad].count(BreakerState.OPEN) == (4 if fraction else 0)
+    assert [b.state for b in bad].count(CircuitBreakerState.OPEN) == (4 if fraction else 0)
     assert not fail(health, good, 0.0), "never the last"
 
 
@@ -216,12 +220,14 @@ class Rotation(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 6), fraction=st.floats(0, 1), failures=st.integers(1, 4))
     def begin(self, count: int, fraction: float, failures: int) -> None:
-        self.limits = Eject(failures=failures, max_fraction=fraction, base_s=1.0, max_s=8.0, window_s=5.0)
+        self.limits = OutlierEjection(
+            failures=failures, max_fraction=fraction, base_s=1.0, max_s=8.0, window_s=5.0
+        )
         self.health, self.breakers = model(count, self.limits)
         self.at = 0.0
         self.probes: set[int] = set()
         self.probed = [0] * count
-        self.before = [BreakerState.CLOSED] * count
+        self.before = [CircuitBreakerState.CLOSED] * count
 
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.integers(0, len(self.breakers) - 1))
@@ -250,17 +256,17 @@ class Rotation(RuleBasedStateMachine):
         breaker = self.breakers[self.pick(data)]
         was, serving = breaker.state, self.serving()
         ejected = act(breaker)
-        assert ejected == (was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN)
+        assert ejected == (was is CircuitBreakerState.CLOSED and breaker.state is CircuitBreakerState.OPEN)
         if ejected:
             within = self.ejected() <= self.limits.max_fraction * len(self.breakers)
             assert within or any(b.serves_well(self.at) for b in self.breakers)
             assert serving - 1 >= self.serving() > 0 or not breaker.reachable
 
     def ejected(self) -> int:
-        return sum(b.state is not BreakerState.CLOSED for b in self.breakers)
+        return sum(b.state is not CircuitBreakerState.CLOSED for b in self.breakers)
 
     def serving(self) -> int:
-        return sum(b.reachable and b.state is BreakerState.CLOSED for b in self.breakers)
+        return sum(b.reachable and b.state is CircuitBreakerState.CLOSED for b in self.breakers)
 
     @rule(data=st.data())
     def reachability(self, data: st.DataObject) -> None:
@@ -295,7 +301,10 @@ class Rotation(RuleBasedStateMachine):
     @invariant()
     def only_a_good_probe_closes(self) -> None:
         for i, breaker in enumerate(self.breakers):
-            closed = breaker.state is BreakerState.CLOSED and self.before[i] is not BreakerState.CLOSED
+            closed = (
+                breaker.state is CircuitBreakerState.CLOSED
+                and self.before[i] is not CircuitBreakerState.CLOSED
+            )
             assert self.probed[i] == closed
             self.probed[i] = 0
             self.before[i] = breaker.state
@@ -308,7 +317,7 @@ class Rotation(RuleBasedStateMachine):
     @invariant()
     def a_probed_breaker_is_half_open(self) -> None:
         assert all(b.probing == (i in self.probes) for i, b in enumerate(self.breakers))
-        assert all(b.state is BreakerState.HALF_OPEN for b in self.breakers if b.probing)
+        assert all(b.state is CircuitBreakerState.HALF_OPEN for b in self.breakers if b.probing)
 
 
 class Retries(RuleBasedStateMachine):
@@ -316,7 +325,7 @@ class Retries(RuleBasedStateMachine):
 
     @initialize(budget=st.floats(0, 1), at_least=st.integers(0, 5))
     def begin(self, budget: float, at_least: int) -> None:
-        self.limits = Retry(budget=budget, at_least=at_least, window_s=10.0)
+        self.limits = RetryBudget(budget=budget, at_least=at_least, window_s=10.0)
         self.health = health_of(retry=self.limits)
         self.at = 0.0
         self.requests: list[float] = []

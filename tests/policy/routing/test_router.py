@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.performance_model import EngineModel, Limits, Timing
+from policy.engine.performance_model import BatchLimits, EngineModel, Timing
 from policy.request import Request
 from policy.routing.cache_affinity import ShareSums
 from policy.routing.cost import SECOND_PREFILL, Candidate, CostEstimate
@@ -28,14 +28,14 @@ from policy.routing.router import (
     RESIDENT,
     SOONEST,
     TOO_LATE,
-    Decision,
+    PickResult,
     Router,
 )
-from policy.routing.settings import Settings
+from policy.routing.settings import RoutingSettings
 from policy.wire.load_stream import CachedPrefix
 
 MODEL = EngineModel(o=1e-3, w=4e-3, c=5e-5, g=1e-7, r=1e-5)
-LIMITS = Limits(max_num_batched_tokens=512, max_num_seqs=16, kv_tokens=20_000)
+LIMITS = BatchLimits(max_num_batched_tokens=512, max_num_seqs=16, kv_tokens=20_000)
 TIMING = Timing(limits=LIMITS, model=MODEL)
 CHAIN = tuple(range(100, 116, 2))
 DEPTHS = tuple(range(128, 1025, 128))
@@ -53,7 +53,7 @@ def short(**more: object) -> Request:
     return Request("m", prompt_tokens=20, output_tokens=20, **more)  # type: ignore[arg-type]
 
 
-def send(router: Router, request: Request, candidates: list[Candidate], at: float = 0.0) -> Decision:
+def send(router: Router, request: Request, candidates: list[Candidate], at: float = 0.0) -> PickResult:
     decision = router.choose(request, candidates, at, 0.5)
     candidate = best(decision).candidate
     router.began(request, candidate, at)
@@ -61,7 +61,7 @@ def send(router: Router, request: Request, candidates: list[Candidate], at: floa
     return decision
 
 
-def best(decision: Decision) -> CostEstimate:
+def best(decision: PickResult) -> CostEstimate:
     assert decision.chosen is not None
     return decision.chosen
 
@@ -73,11 +73,11 @@ def quoted(
     return best((router or Router()).choose(request, [candidate], at, 0.0))
 
 
-def quoted_at(decision: Decision, candidate: Candidate) -> CostEstimate:
+def quoted_at(decision: PickResult, candidate: Candidate) -> CostEstimate:
     return next(quote for quote in decision.quotes if quote.candidate is candidate)
 
 
-def chosen(decision: Decision) -> str:
+def chosen(decision: PickResult) -> str:
     return best(decision).candidate.id
 
 
@@ -178,7 +178,7 @@ def test_a_removed_replica_has_no_cached_prefix() -> None:
 
 
 def test_adapters_stay_where_they_are_loaded() -> None:
-    router, candidates = Router(Settings(slots=2)), fleet(2)
+    router, candidates = Router(RoutingSettings(slots=2)), fleet(2)
     request = short(adapter="a", adapter_key=7)
     first = router.choose(request, candidates, 0.0, 0.5)
     home = best(first).candidate
@@ -187,7 +187,7 @@ def test_adapters_stay_where_they_are_loaded() -> None:
     again = router.choose(request, candidates, 0.0, 0.5)
     assert again.reason == RESIDENT and chosen(again) == chosen(first)
     assert best(again).adapter == 0.0
-    other = Router(Settings(slots=2))
+    other = Router(RoutingSettings(slots=2))
     other.learned((7,), home.key, 0.0)
     assert chosen(other.choose(request, candidates, 0.0, 0.5)) == chosen(first)
 
@@ -267,13 +267,13 @@ def test_no_replica_is_chosen_without_room_or_in_time() -> None:
     decision = Router().choose(short(), [candidate], 0.0, 0.0)
     assert (decision.chosen, decision.quotes, decision.reason) == (None, (), NO_ROOM)
     candidate.bound, candidate.pending_tokens = 0, 5000
-    late = Router(Settings(start_s=0.1)).choose(short(), [candidate], 0.0, 0.0)
+    late = Router(RoutingSettings(start_s=0.1)).choose(short(), [candidate], 0.0, 0.0)
     assert late.chosen is None and late.reason == TOO_LATE and late.quotes
-    assert Router(Settings(start_s=10.0)).choose(short(), [candidate], 0.0, 0.0).chosen is not None
+    assert Router(RoutingSettings(start_s=10.0)).choose(short(), [candidate], 0.0, 0.0).chosen is not None
 
 
 def test_an_idle_replica_takes_any_prompt() -> None:
-    router = Router(Settings(start_s=0.001, itl_s=0.001))
+    router = Router(RoutingSettings(start_s=0.001, itl_s=0.001))
     assert router.choose(prompt(tokens=100_000), fleet(1), 0.0, 0.0).chosen is not None
 
 
@@ -291,7 +291,7 @@ def admitted(router: Router) -> int:
 
 
 def test_concurrency_follows_the_measured_token_gaps() -> None:
-    router = Router(Settings(itl_s=STEEP_MODEL.step_time(16, 0, 16)))
+    router = Router(RoutingSettings(itl_s=STEEP_MODEL.step_time(16, 0, 16)))
     [candidate] = fleet(1, STEEP)
     assert 15 <= admitted(router) <= 17
     for _ in range(200):
@@ -305,7 +305,7 @@ def test_concurrency_follows_the_measured_token_gaps() -> None:
 
 def test_late_first_tokens_do_not_change_the_concurrency() -> None:
     """After an overload replicas are empty and must take the requests that wait in the gateway."""
-    router = Router(Settings(itl_s=STEEP_MODEL.step_time(16, 0, 16)))
+    router = Router(RoutingSettings(itl_s=STEEP_MODEL.step_time(16, 0, 16)))
     [candidate] = fleet(1, STEEP)
     for _ in range(200):
         router.timed(short(), best(send(router, short(), [candidate])), 8.0, 0.0)
@@ -316,7 +316,7 @@ def test_late_first_tokens_do_not_change_the_concurrency() -> None:
 def test_the_itl_slo_delays_a_request_at_most_for_the_duration_of_its_answer() -> None:
     [candidate] = fleet(1)
     itl_s = MODEL.step_time(8, 0, 8)
-    router = Router(Settings(itl_s=itl_s))
+    router = Router(RoutingSettings(itl_s=itl_s))
     candidate.in_flight = 15
     waits = Request("m", prompt_tokens=10, output_tokens=100, arrived=5.0)
     assert router.choose(waits, [candidate], 5.0 + 99 * itl_s, 0.0).chosen is None
@@ -325,7 +325,7 @@ def test_the_itl_slo_delays_a_request_at_most_for_the_duration_of_its_answer() -
 
 def test_an_itl_slo_that_a_single_request_misses_is_ignored() -> None:
     [candidate] = fleet(1)
-    router = Router(Settings(itl_s=MODEL.step_time(1, 0, 1) * 0.9))
+    router = Router(RoutingSettings(itl_s=MODEL.step_time(1, 0, 1) * 0.9))
     candidate.in_flight = 15
     assert router.choose(short(), [candidate], 0.0, 0.0).chosen is not None
 
@@ -334,7 +334,7 @@ def test_a_replica_that_cannot_meet_the_itl_slo_gets_one_request() -> None:
     """A throttled replica, or one of another shape, does not bypass the SLO."""
     quick, slow = fleet(2)
     slow.timing = msgspec.structs.replace(TIMING, model=MODEL.faster(1 / 3))
-    router = Router(Settings(itl_s=MODEL.step_time(8, 0, 8)))
+    router = Router(RoutingSettings(itl_s=MODEL.step_time(8, 0, 8)))
     begun = {quick.id: 0, slow.id: 0}
     while (chosen := router.choose(short(), [quick, slow], 0.0, 0.0).chosen) is not None:
         router.began(short(), chosen.candidate, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy.config.control import ControlConfig, SloConfig
-from policy.config.deployment import Adapters, ModelSpec
+from policy.config.deployment import AdaptersConfig, ModelSpec
 from policy.engine.prefill_estimate import GENERIC
 from policy.routing.settings import START_SHARE, settings_of
 
@@ -12,7 +12,7 @@ def test_settings_from_a_deployment() -> None:
     spec = ModelSpec(
         name="m",
         profile="cpu-smollm2-135m",
-        adapters=Adapters(slots_per_replica=3),
+        adapters=AdaptersConfig(slots_per_replica=3),
         control=ControlConfig(slo=SloConfig(ttft_p95_s=2.0, itl_p95_s=0.1)),
     )
     found = settings_of(spec)
@@ -23,7 +23,7 @@ def test_settings_from_a_deployment() -> None:
 def test_settings_without_values_are_unbounded() -> None:
     bare = settings_of(ModelSpec(name="bare"))
     assert bare.assumed is GENERIC
-    assert (bare.start_s, bare.slots) == (float("inf"), Adapters().slots_per_replica)
+    assert (bare.start_s, bare.slots) == (float("inf"), AdaptersConfig().slots_per_replica)
 
 
 def test_a_profile_is_assumed_at_the_lowest_degree_that_fits() -> None:

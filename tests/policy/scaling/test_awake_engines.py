@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.scaling.awake_engines import GroupEngine, chosen_engines, orders
-from policy.wire.heartbeat import GpuOrder
+from policy.scaling.awake_engines import GroupEngine, chosen_engines, gpu_commands
+from policy.wire.heartbeat import GpuCommand
 
-SERVE, MEASURE, WAIT, PREPARE, SLEEP = GpuOrder
+SERVE, MEASURE, WAIT, PREPARE, SLEEP = GpuCommand
 LARGE = GroupEngine("large", "large", (0, 1))
 SMALL, OTHER = GroupEngine("small", "small", (0,)), GroupEngine("other", "small", (1,))
 ASLEEP = {"prepared": True}
@@ -56,10 +56,10 @@ def test_the_orders_of_a_large_and_two_small_engines(
     engines: tuple[Mapping[str, bool], ...],
     awake: tuple[int, int],
     starting: bool,
-    expected: tuple[GpuOrder, ...],
+    expected: tuple[GpuCommand, ...],
 ) -> None:
     made = [one._replace(**state) for one, state in zip((LARGE, SMALL, OTHER), engines, strict=True)]
-    found = orders(made, dict(zip(("large", "small"), awake, strict=True)), starting=starting)
+    found = gpu_commands(made, dict(zip(("large", "small"), awake, strict=True)), starting=starting)
     assert tuple(found[engine.id] for engine in made) == expected
 
 
@@ -103,7 +103,7 @@ class Hosts:
         self.served = False
 
     def turn(self, name: str, awake: Mapping[str, int]) -> None:
-        found = orders(list(self.engines.values()), awake, starting=not self.served)
+        found = gpu_commands(list(self.engines.values()), awake, starting=not self.served)
         engine, order = self.engines[name], found[name]
         free = not any(set(self.engines[other].cards) & set(engine.cards) for other in self.using - {name})
         serves = order in (SERVE, MEASURE)

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config.control import GuardConfig
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.engine.replica_capacity import capability
 from policy.scaling.budget_resources import Resources
 from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
-from policy.scaling.decision_types import Decision, Memory, Override, Situation
+from policy.scaling.decision_types import Decision, DecisionMemory, ModeOverride, Situation
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.serving_mode_selection import ModeComparison, Verdict
+from policy.scaling.serving_mode_selection import ModeComparison, ModeSelection
 from policy.scaling.view import Supply
 from tests.policy import control_play as play
 from tests.policy.control_play import demand, figures, mode_option, replayed, situation
@@ -38,7 +38,7 @@ def shared(gpus: int, low: int, *, priority: int = 1) -> play.Fleet:
         policies=ModelPolicies(make(choose("policy", "predictive"))),
     )
     other = play.Model("low", lambda t: 0.0, policies=ModelPolicies(play.Fixed(low)), count=low)
-    return play.Fleet(high, other, budget=Budget(gpus=gpus))
+    return play.Fleet(high, other, budget=ResourceBudget(gpus=gpus))
 
 
 def until(fleet: play.Fleet, there: Callable[[Decision, Decision], bool]) -> play.Fleet:
@@ -46,7 +46,7 @@ def until(fleet: play.Fleet, there: Callable[[Decision, Decision], bool]) -> pla
     while not fleet.log or not there(fleet.decisions("high")[-1], fleet.decisions("low")[-1]):
         fleet.tick()
         assert fleet.at < 600
-    fleet.models[0].override = lambda at: Override(mode=play.LARGE.mode)
+    fleet.models[0].override = lambda at: ModeOverride(mode=play.LARGE.mode)
     return fleet
 
 
@@ -83,7 +83,7 @@ def test_resources_claimed_for_an_abandoned_switch_are_returned() -> None:
 
 def waiting(**changes: Any) -> dict[str, Situation]:
     """Both models at the instant at which the switch has waited long enough."""
-    memory = Memory(
+    memory = DecisionMemory(
         at=play.NOON - 5, better_since={play.SMALL.mode: play.NOON - 100}, waits_since=play.NOON - STARVED_S
     )
     high = situation(
@@ -100,13 +100,13 @@ def waiting(**changes: Any) -> dict[str, Situation]:
     return {"high": msgspec.structs.replace(high, **changes), "low": low}
 
 
-def both(given: dict[str, Situation], gpus: int = 12) -> tuple[int, Memory]:
+def both(given: dict[str, Situation], gpus: int = 12) -> tuple[int, DecisionMemory]:
     """The count of the lower priority and the memory of the higher one."""
     policies = {
         "high": ModelPolicies(make(choose("policy", "predictive"))),
         "low": ModelPolicies(play.Fixed(6)),
     }
-    made = decide_all(given, Budget(gpus=gpus), policies)
+    made = decide_all(given, ResourceBudget(gpus=gpus), policies)
     assert made["high"][0].mode == play.LARGE.mode
     return made["low"][0].count, made["high"][1]
 
@@ -130,7 +130,7 @@ def test_floors_are_kept(data: st.DataObject, gpus: int, healthy: int, count: in
     given_both = waiting(
         signals=msgspec.structs.replace(situation(rate).signals, demand=demand(rate, queued=queued)),
         rungs=(play.LARGE, mode_option(play.SMALL.mode, gap_s=gap_s)),
-        memory=Memory(
+        memory=DecisionMemory(
             at=play.NOON - 5,
             better_since={play.SMALL.mode: play.NOON - 100},
             waits_since=play.NOON - waited_s,
@@ -145,7 +145,7 @@ def test_floors_are_kept(data: st.DataObject, gpus: int, healthy: int, count: in
         "high": ModelPolicies(make(choose("policy", "predictive"))),
         "low": ModelPolicies(play.Fixed(count)),
     }
-    made = decide_all(given_both, Budget(gpus=gpus), chosen)
+    made = decide_all(given_both, ResourceBudget(gpus=gpus), chosen)
     floor, there = min(count, max(1, healthy)), min(count, gpus - play.LARGE.gpus)
     assert made["low"][0].count >= min(floor, there)
     if waited_s < STARVED_S:
@@ -161,11 +161,11 @@ def test_capacity_during_a_switch_counts_resources_to_be_released() -> None:
         slo=play.QUICK,
         supply=Supply(wanted=4, serving=4),
         signals=msgspec.structs.replace(situation(3.7).signals, replicas=figures(4)),
-        memory=Memory(better_since={large.mode: play.NOON - 100}),
+        memory=DecisionMemory(better_since={large.mode: play.NOON - 100}),
     )
     able = {r.mode: capability(r.timing, workload_of(demand(3.7)), given.slo) for r in given.rungs}
 
-    def seen(alone: float, spare: float, reach: float = 8.0) -> Verdict:
+    def seen(alone: float, spare: float, reach: float = 8.0) -> ModeSelection:
         return ModeComparison(
             situation=given,
             rate=3.7,

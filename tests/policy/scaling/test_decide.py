@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config.control import ScaleConfig, SloConfig
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
-from policy.scaling.decision_types import Decision, Memory, Override, Situation
+from policy.scaling.decision_types import Decision, DecisionMemory, ModeOverride, Situation
 from policy.scaling.policies.registry import NAMES, choose, make
 from policy.scaling.view import Supply
 from policy.signals.types import PriorityShares, Rates, Shares, Signals
@@ -90,7 +90,7 @@ def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
         ),
         slo=draw(objectives),
         scale=draw(scales),
-        memory=Memory(
+        memory=DecisionMemory(
             low_since={low: play.NOON - ago for low, ago in lows.items()},
             better_since={play.LARGE.mode: play.NOON - draw(st.floats(0, 900))},
             switched_at=draw(st.none() | st.floats(play.NOON - 900, play.NOON)),
@@ -121,7 +121,7 @@ def test_a_decision_replays_through_json_and_is_finite(given: Situation, name: s
     decision, memory = decide(given, chosen)
     again, kept = decide(msgspec.json.decode(msgspec.json.encode(given), type=Situation), chosen)
     assert (again, kept) == (decision, memory)
-    for made, kind in ((decision, Decision), (memory, Memory)):
+    for made, kind in ((decision, Decision), (memory, DecisionMemory)):
         assert all(math.isfinite(number) for number in numbers(msgspec.to_builtins(made)))
         logged = msgspec.json.encode(made)
         assert msgspec.json.encode(msgspec.json.decode(logged, type=kind)) == logged
@@ -170,7 +170,7 @@ def test_stale_signals_neither_scale_down_nor_switch(given: Situation, how: str,
 @pytest.mark.slow
 @given(st.data(), st.integers(1, 24), st.none() | st.floats(100, 9000))
 def test_no_model_grows_beyond_the_budget(data: st.DataObject, gpus: int, watts: float | None) -> None:
-    shared = Budget(gpus=gpus, watts=watts)
+    shared = ResourceBudget(gpus=gpus, watts=watts)
     given = {name: data.draw(situations(name)) for name in ("a", "b", "c")}
     for name, each in given.items():
         powered = tuple(msgspec.structs.replace(r, watts=300.0 * r.gpus) for r in each.rungs)
@@ -203,7 +203,7 @@ def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, othe
 @given(situations(), st.integers(0, 12), st.integers(0, 12), st.floats(-100, 100))
 def test_an_override_lasts_until_its_end(given: Situation, asked: int, count: int, duration_s: float) -> None:
     until = play.NOON + duration_s
-    override = Override(mode=given.mode, count=count, until=until)
+    override = ModeOverride(mode=given.mode, count=count, until=until)
     decision = decide(msgspec.structs.replace(given, override=override), asked)[0]
     if until <= play.NOON:
         assert decision == decide(given, asked)[0]
@@ -236,7 +236,7 @@ def test_no_flapping_under_random_load(seed: int, name: str) -> None:
     model = play.Model(
         "chat", load, rungs=play.BOTH, slo=play.QUICK, policies=ModelPolicies(builtin(name).live)
     )
-    fleet = play.Fleet(model, budget=Budget(gpus=12)).run(1800)
+    fleet = play.Fleet(model, budget=ResourceBudget(gpus=12)).run(1800)
     made = fleet.decisions("chat")
     switched = [each.at for each in made if each.mode != each.was_mode]
     assert all(later - earlier >= 300 for earlier, later in pairwise(switched))
@@ -254,7 +254,7 @@ def test_no_flapping_under_random_load(seed: int, name: str) -> None:
 def test_models_that_share_a_budget_stay_within_it_and_replay(seed: int) -> None:
     """Three models of two priorities; each logged decision is replayed."""
     stream = Random(seed)  # noqa: S311 - loads are no secret
-    budget = Budget(gpus=stream.choice([8, 10, 14]))
+    budget = ResourceBudget(gpus=stream.choice([8, 10, 14]))
     models = [
         play.Model(
             name,
@@ -285,7 +285,7 @@ def test_each_policy_gets_its_own_memory() -> None:
         play.Proportional(), play.Proportional(), {"a": play.Proportional(), "b": play.Fixed(7)}
     )
     given = situation(
-        rate=3.0, memory=Memory(policy={"asked": 4}, shadow={"asked": 9}, others={"a": {"asked": 1}})
+        rate=3.0, memory=DecisionMemory(policy={"asked": 4}, shadow={"asked": 9}, others={"a": {"asked": 1}})
     )
     decision, memory = decide(given, asked)
     assert (memory.policy, memory.shadow) == ({"asked": 5}, {"asked": 10})
@@ -306,7 +306,7 @@ def test_request_lengths_are_assumed_until_one_has_ended() -> None:
 
 def test_the_reason_names_proposal_limits_and_shortage() -> None:
     given = situation(rate=6.0, count=1)
-    decision, _ = decide(given, ModelPolicies(play.Proportional()), Budget(gpus=4))
+    decision, _ = decide(given, ModelPolicies(play.Proportional()), ResourceBudget(gpus=4))
     assert decision.reason == (
         "wants 7: 6.00 req/s of 0.96 each; capped at 4 by budget: the budget leaves 4;"
         " capped at 2 by step: at most 1 more per decision; 2.16 req/s over capacity"

@@ -11,13 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.scaling import forecast as forecasting
-from policy.scaling.forecast import Series, Smoothing, forecast_rate, likely, observed, shortfall, with_trial
+from policy.scaling.forecast import (
+    RateForecastState,
+    Smoothing,
+    forecast_rate,
+    likely,
+    observed,
+    shortfall,
+    with_trial,
+)
 from policy.signals.types import Rates
 
 SMOOTHING = Smoothing(20.0, 60.0, 200.0)
 
 
-def followed(rates: list[float], every_s: float = 5.0) -> Series:
+def followed(rates: list[float], every_s: float = 5.0) -> RateForecastState:
     series = None
     for i, rate in enumerate(rates):
         series = observed(series, 1e9 + i * every_s, rate, SMOOTHING)
@@ -35,7 +43,7 @@ def test_a_ramp_is_followed_at_any_interval(every_s: float) -> None:
 
 
 def test_a_trend_fades() -> None:
-    series = Series(0.0, 10.0, trend=0.1)
+    series = RateForecastState(0.0, 10.0, trend=0.1)
     near, far, farther = (
         forecast_rate(series, horizon_s, SMOOTHING) - 10.0 for horizon_s in (1.0, 3000.0, 6000.0)
     )
@@ -59,7 +67,7 @@ def sliding(rates: list[float], at: int) -> float:
 @pytest.mark.parametrize(("before", "after"), [(1.0, 6.0), (6.0, 1.0), (50.0, 90.0)])
 def test_a_significant_jump_is_followed_at_once(before: float, after: float) -> None:
     rates = [before] * 20 + [after] * 12
-    quick = slow = Series(1e9, before)
+    quick = slow = RateForecastState(1e9, before)
     for i in range(1, len(rates)):
         quick = observed(quick, 1e9 + i, sliding(rates, i) if i > 5 else before, SMOOTHING, 6.0)
         slow = observed(slow, 1e9 + i, sliding(rates, i) if i > 5 else before, SMOOTHING)
@@ -72,7 +80,7 @@ def test_a_significant_jump_is_followed_at_once(before: float, after: float) -> 
 def test_random_variation_is_no_jump() -> None:
     """Twelve requests in six seconds where six are usual, or none."""
     for rate in (2.0, 0.5):
-        series = observed(Series(1e9, 1.0), 1e9 + 1.0, rate, SMOOTHING, 6.0)
+        series = observed(RateForecastState(1e9, 1.0), 1e9 + 1.0, rate, SMOOTHING, 6.0)
         assert series.jumps_until == 0.0
         assert abs(series.level - 1.0) < 0.1
 
@@ -84,7 +92,7 @@ def test_an_observation_that_is_not_newer_changes_nothing() -> None:
 
 
 def test_the_error_of_a_forecast_is_known_at_its_due_time() -> None:
-    series = with_trial(Series(100.0, 9.0), 9.0, 30.0, 9.0)
+    series = with_trial(RateForecastState(100.0, 9.0), 9.0, 30.0, 9.0)
     assert series.pending == ((130.0, 9.0),)
     before = with_trial(msgspec.structs.replace(series, at=129.0), 12.0, 30.0, 10.0)
     assert (before.errors, len(before.pending)) == ((), 2)
@@ -94,7 +102,7 @@ def test_the_error_of_a_forecast_is_known_at_its_due_time() -> None:
 
 
 def test_pending_forecasts_and_errors_are_bounded() -> None:
-    series = Series(0.0, 9.0)
+    series = RateForecastState(0.0, 9.0)
     for at in range(3000):
         series = with_trial(msgspec.structs.replace(series, at=float(at)), 9.0, 30.0, 9.0)
         assert len(series.pending) <= forecasting.TRIALS + 1
@@ -103,7 +111,7 @@ def test_pending_forecasts_and_errors_are_bounded() -> None:
 
 
 def test_errors_are_of_similar_horizons() -> None:
-    series = Series(0.0, 9.0, horizon_s=30.0, pending=((10.0, 9.0),), errors=(1.0,) * 20)
+    series = RateForecastState(0.0, 9.0, horizon_s=30.0, pending=((10.0, 9.0),), errors=(1.0,) * 20)
     assert with_trial(series, 9.0, 44.0, 9.0).errors == series.errors
     longer = with_trial(series, 9.0, 120.0, 9.0)
     assert (longer.errors, longer.pending, longer.horizon_s) == ((), ((120.0, 9.0),), 120.0)
@@ -111,15 +119,15 @@ def test_errors_are_of_similar_horizons() -> None:
 
 def test_the_shortfall_is_a_quantile_of_the_errors() -> None:
     errors = tuple((i - 31.5) / 10 for i in range(forecasting.ERRORS))
-    series = Series(0.0, 9.0, errors=errors)
+    series = RateForecastState(0.0, 9.0, errors=errors)
     assert shortfall(series, 0.9, 16.0) == pytest.approx((4.0 + 0.8 * 3.15) ** 2 - 16.0)
     assert shortfall(series, 0.5, 16.0) == pytest.approx(0.0)
-    assert shortfall(Series(0.0, 9.0, errors=(-1.0,) * forecasting.ERRORS), 0.9, 16.0) == 0.0
+    assert shortfall(RateForecastState(0.0, 9.0, errors=(-1.0,) * forecasting.ERRORS), 0.9, 16.0) == 0.0
 
 
 def test_missing_errors_count_as_an_assumed_fraction() -> None:
-    assert shortfall(Series(0.0, 9.0), 0.9, 10.0) == pytest.approx(forecasting.UNTRIED * 10.0)
-    most = Series(0.0, 9.0, errors=(0.0,) * (forecasting.ERRORS - 2))
+    assert shortfall(RateForecastState(0.0, 9.0), 0.9, 10.0) == pytest.approx(forecasting.UNTRIED * 10.0)
+    most = RateForecastState(0.0, 9.0, errors=(0.0,) * (forecasting.ERRORS - 2))
     assert shortfall(most, 0.9, 10.0) == 0.0
     assert shortfall(most, 0.99, 10.0) == pytest.approx(forecasting.UNTRIED * 10.0)
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.scaling import gpu_fault_replacement as replacement
-from policy.scaling.gpu_fault_replacement import ReplacementState, Slot, condition, observe, step
+from policy.scaling.gpu_fault_replacement import ReplacementState, ReplicaSlot, condition, observe, step
 from policy.wire.controller_reports import GpuReport
 
 XID, SLOW = (
-    replacement.Condition("XID 79 on GPU 3", fatal=True),
-    replacement.Condition("throttled by hardware for 60 s", fatal=False),
+    replacement.ReplicaFault("XID 79 on GPU 3", fatal=True),
+    replacement.ReplicaFault("throttled by hardware for 60 s", fatal=False),
 )
 
 
@@ -80,7 +80,7 @@ class Fleet:
     plan: replacement.ReplacementPlan = field(default_factory=replacement.ReplacementPlan)
     ready_at: dict[str, float] = field(default_factory=dict)
     drains: dict[str, float] = field(default_factory=dict)
-    conditions: dict[str, replacement.Condition] = field(default_factory=dict)
+    conditions: dict[str, replacement.ReplicaFault] = field(default_factory=dict)
     left: list[tuple[float, str]] = field(default_factory=list)
     fewest: int = 99
     most: int = 0
@@ -102,7 +102,7 @@ class Fleet:
         for gone in [name for name, at in self.drains.items() if at <= self.at]:
             del self.drains[gone], self.ready_at[gone]
         serving = self.ready()
-        slots = [Slot(name, name in serving, self.conditions.get(name)) for name in self.ready_at]
+        slots = [ReplicaSlot(name, name in serving, self.conditions.get(name)) for name in self.ready_at]
         state = ReplacementState(
             self.at,
             slots,
@@ -253,7 +253,11 @@ conditions = st.sampled_from([None, None, SLOW, XID])
     st.lists(st.tuples(st.integers(0, 9), conditions), max_size=40),
 )
 def test_one_replacement_at_a_time_and_never_of_the_last_slow_replica(
-    count: int, room: bool, healthy: int, starts: bool, turns: list[tuple[int, replacement.Condition | None]]
+    count: int,
+    room: bool,
+    healthy: int,
+    starts: bool,
+    turns: list[tuple[int, replacement.ReplicaFault | None]],
 ) -> None:
     fleet = Fleet(count=count, room=room, healthy=min(healthy, count), starts=starts, drain_s=7.0)
     for index, found in turns:

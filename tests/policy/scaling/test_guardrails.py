@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from policy.config.control import ScaleConfig
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.scaling.decide import ModelPolicies, decide_all
-from policy.scaling.decision_types import Decision, Guardrail, Memory, Override, Situation
+from policy.scaling.decision_types import Decision, DecisionMemory, Guardrail, ModeOverride, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from tests.policy import control_play as play
@@ -26,14 +26,14 @@ def clips(decision: Decision) -> list[tuple[str, int, int]]:
 
 def enough_for(seconds: float, count: int, given: Situation) -> Situation:
     """``count`` has been enough for ``seconds``."""
-    return msgspec.structs.replace(given, memory=Memory(low_since={count: given.at - seconds}))
+    return msgspec.structs.replace(given, memory=DecisionMemory(low_since={count: given.at - seconds}))
 
 
 # Override.
 
 
-def by_hand(count: int | None, until: float | None = None, mode: str = SMALL.mode) -> Override:
-    return Override(mode=mode, count=count, until=until)
+def by_hand(count: int | None, until: float | None = None, mode: str = SMALL.mode) -> ModeOverride:
+    return ModeOverride(mode=mode, count=count, until=until)
 
 
 def test_an_override_ignores_policies_steps_holds_and_stale_metrics() -> None:
@@ -49,7 +49,7 @@ def test_bounds_min_healthy_and_budgets_limit_an_override() -> None:
     healthy = ScaleConfig(min_healthy=2)
     over = decide(situation(count=2, override=by_hand(20)), 2)[0]
     assert (over.count, clips(over)) == (8, [("override", 2, 20), ("budget", 20, 8)])
-    poor = decide(situation(count=2, override=by_hand(7)), 2, Budget(gpus=5))[0]
+    poor = decide(situation(count=2, override=by_hand(7)), 2, ResourceBudget(gpus=5))[0]
     assert (poor.count, clips(poor)) == (5, [("override", 2, 7), ("budget", 7, 5)])
     low = decide(situation(count=2, override=by_hand(1), scale=healthy), 2)[0]
     assert (low.count, clips(low)) == (2, [("override", 2, 1), ("min_healthy", 1, 2)])
@@ -66,7 +66,7 @@ def test_an_override_can_scale_to_zero() -> None:
 
 @pytest.mark.parametrize(("override", "asked"), [(by_hand(7, mode="huge"), 2), (by_hand(None), 3)])
 def test_an_override_of_a_removed_mode_or_without_a_count_leaves_the_count(
-    override: Override, asked: int
+    override: ModeOverride, asked: int
 ) -> None:
     decision = decide(situation(count=2, rungs=(SMALL, play.LARGE), override=override), asked)[0]
     assert (decision.mode, decision.count, decision.clips) == (SMALL.mode, asked, ())
@@ -167,13 +167,13 @@ def test_only_requests_wake_a_model(given: Situation, count: int) -> None:
 
 def test_a_budget_limits_and_reports_the_shortage() -> None:
     given = situation(rate=6.0, count=2, overflow=True)
-    decision, memory = decide(given, 4, Budget(gpus=3))
+    decision, memory = decide(given, 4, ResourceBudget(gpus=3))
     assert (decision.count, clips(decision)) == (3, [("budget", 4, 3)])
     assert decision.short == pytest.approx(6.0 - 3 * decision.capability.mu)
     assert "3.12 req/s over capacity, may spill over to upstreams" in decision.reason
     assert memory.starved_since == play.NOON
     later = msgspec.structs.replace(given, at=play.NOON + 5, memory=memory)
-    assert decide(later, 4, Budget(gpus=3))[1].starved_since == play.NOON
+    assert decide(later, 4, ResourceBudget(gpus=3))[1].starved_since == play.NOON
     assert decide(later, 4)[1].starved_since is None
 
 
@@ -186,7 +186,7 @@ def test_the_bounds_of_a_mode_leave_a_shortage_too() -> None:
 
 
 def test_a_smaller_budget_applies_in_steps_without_delay() -> None:
-    decision = decide(situation(count=8), 8, Budget(gpus=2))[0]
+    decision = decide(situation(count=8), 8, ResourceBudget(gpus=2))[0]
     assert clips(decision) == [("budget", 8, 2), ("step", 2, 4)]
 
 
@@ -203,9 +203,9 @@ def test_a_smaller_budget_applies_in_steps_without_delay() -> None:
 def test_replicas_of_a_stale_or_changing_model_are_not_taken(changes: dict[str, Any], left: int) -> None:
     """``low`` has six of eight GPUs, of which a higher priority needs five and has two."""
     low = situation(**({"model": "low", "count": 6, "priority": -1} | changes))
-    high = situation(model="high", count=2, memory=Memory(starved_since=play.NOON - 10))
+    high = situation(model="high", count=2, memory=DecisionMemory(starved_since=play.NOON - 10))
     policies = {"low": ModelPolicies(Fixed(6)), "high": ModelPolicies(Fixed(5))}
-    made = decide_all({"low": low, "high": high}, Budget(gpus=8), policies)
+    made = decide_all({"low": low, "high": high}, ResourceBudget(gpus=8), policies)
     assert {name: decision.count for name, (decision, _) in made.items()} == {"low": left, "high": 2}
 
 
@@ -242,7 +242,7 @@ def test_failing_starts_stop_a_scale_up() -> None:
 
 def test_a_scale_down_is_to_the_count_that_was_enough_for_the_whole_delay() -> None:
     lows = {1: play.NOON - 20, 3: play.NOON - 60, 5: play.NOON - 300}
-    given = situation(count=6, scale=ScaleConfig(max_step_down=1.0), memory=Memory(low_since=lows))
+    given = situation(count=6, scale=ScaleConfig(max_step_down=1.0), memory=DecisionMemory(low_since=lows))
     decision, memory = decide(given, 1)
     assert (decision.count, clips(decision)) == (3, [("hold", 1, 3)])
     assert decision.clips[0].why == "1 enough for 20 of 60 s (scale.hold_s)"
@@ -251,7 +251,7 @@ def test_a_scale_down_is_to_the_count_that_was_enough_for_the_whole_delay() -> N
 
 def test_a_higher_need_restarts_the_delay_of_lower_counts() -> None:
     lows = {1: play.NOON - 20, 3: play.NOON - 60}
-    given = situation(count=6, memory=Memory(low_since=lows))
+    given = situation(count=6, memory=DecisionMemory(low_since=lows))
     memory = decide(given, 4)[1]
     # Four have been enough since three were.
     assert memory.low_since == {4: play.NOON - 60}
@@ -297,6 +297,6 @@ def test_the_order_of_the_guardrails() -> None:
         scale=ScaleConfig(min_healthy=4, max_step_up=1.0),
         rungs=(mode_option("multi-replica", most=6),),
     )
-    decision = decide(given, 0, Budget(gpus=3))[0]
+    decision = decide(given, 0, ResourceBudget(gpus=3))[0]
     steps = [("staleness", 0, 1), ("min_healthy", 1, 4), ("budget", 4, 3), ("step", 3, 2)]
     assert clips(decision) == steps

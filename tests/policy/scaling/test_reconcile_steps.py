@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.scaling.budget_resources import Resources, total
 from policy.scaling.reconcile_steps import (
     CPU_OVERCOMMIT,
     MAX_FAILURES,
-    Goal,
     Layer,
     LayerKey,
-    Rollout,
+    RolloutGoal,
+    RolloutPlanner,
     SharedGpus,
     verdict,
 )
@@ -59,7 +59,7 @@ class Cluster:
     ``fail`` is the chance that a start fails once and is tried again in place.
     """
 
-    goal: Goal
+    goal: RolloutGoal
     footprints: Mapping[LayerKey, Resources]
     gpus: int | None = None
     cpus: int | None = None
@@ -90,9 +90,9 @@ class Cluster:
             for key, wanted in self.wanted.items()
         }
 
-    def rollout(self) -> Rollout:
-        bounds = total(Budget(gpus=self.gpus, cpus=self.cpus))
-        return Rollout(self.goal, self.layers(), self.footprints, bounds, self.groups)
+    def rollout(self) -> RolloutPlanner:
+        bounds = total(ResourceBudget(gpus=self.gpus, cpus=self.cpus))
+        return RolloutPlanner(self.goal, self.layers(), self.footprints, bounds, self.groups)
 
     def tick(self) -> None:
         """One step of the plan, then one tick of every replica."""
@@ -179,7 +179,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         first = draw(st.sampled_from(sorted(counts)))
         counts = {first: min(counts[first], large // gpus[first])}
         count = min(count, large // each[key])
-    goal = Goal(
+    goal = RolloutGoal(
         key=key, count=count, min_healthy=min(draw(st.integers(0, 3)), count), gap=draw(st.booleans())
     )
     return Cluster(
@@ -226,11 +226,11 @@ def test_a_goal_that_was_reached_stays(cluster: Cluster) -> None:
 
 TIMELINES = {
     "eight small ones stop for a large one where a gap is allowed": (
-        Goal(key=LARGE, count=1, gap=True), gpu_shapes(8, 1), {"gpus": 8}, {"small": 8},
+        RolloutGoal(key=LARGE, count=1, gap=True), gpu_shapes(8, 1), {"gpus": 8}, {"small": 8},
         [{"small": 0, "large": 0}, {"small": 0, "large": 1}],
     ),
     "eight small ones roll by halves to two of four GPUs": (
-        Goal(key=LARGE, count=2), gpu_shapes(4, 1), {"gpus": 8}, {"small": 8},
+        RolloutGoal(key=LARGE, count=2), gpu_shapes(4, 1), {"gpus": 8}, {"small": 8},
         [
             {"small": 4, "large": 0},
             {"small": 4, "large": 1},
@@ -239,15 +239,15 @@ TIMELINES = {
         ],
     ),
     "spare GPUs: make before break": (
-        Goal(key=LARGE, count=1), gpu_shapes(8, 1), {"gpus": 16}, {"small": 8},
+        RolloutGoal(key=LARGE, count=1), gpu_shapes(8, 1), {"gpus": 16}, {"small": 8},
         [{"small": 8, "large": 1}, {"small": 0, "large": 1}],
     ),
     "min_healthy keeps more than half": (
-        Goal(key=NEW_SMALL, count=4, min_healthy=3), gpu_shapes(4, 1), {"gpus": 4}, {"small": 4},
+        RolloutGoal(key=NEW_SMALL, count=4, min_healthy=3), gpu_shapes(4, 1), {"gpus": 4}, {"small": 4},
         [{"small": 3, "small2": 0}, {"small": 3, "small2": 1}],
     ),
     "cores are overcommitted during the switch": (
-        Goal(key=SMALL, count=2), cpu_shapes(2, 1), {"cpus": 2}, {"large": 1},
+        RolloutGoal(key=SMALL, count=2), cpu_shapes(2, 1), {"cpus": 2}, {"large": 1},
         [{"large": 1, "small": 2}, {"large": 0, "small": 2}],
     ),
 }  # fmt: skip
@@ -267,7 +267,7 @@ def test_a_switch_takes_these_steps(name: str) -> None:
 
 
 def test_a_new_generation_of_the_same_shape_rolls_over_scarce_gpus() -> None:
-    cluster = Cluster(Goal(key=NEW_SMALL, count=8), gpu_shapes(8, 1), gpus=8).run(small=8)
+    cluster = Cluster(RolloutGoal(key=NEW_SMALL, count=8), gpu_shapes(8, 1), gpus=8).run(small=8)
     old = [counts["small"] for counts in timeline(cluster)]
     assert [count for count in range(8, -1, -1) if count in old] == [4, 2, 1, 0]
     assert old == sorted(old, reverse=True)
@@ -275,46 +275,46 @@ def test_a_new_generation_of_the_same_shape_rolls_over_scarce_gpus() -> None:
 
 @pytest.mark.parametrize(("gpus", "old"), [(8, [0]), (15, [0]), (16, [8, 0])])
 def test_a_new_generation_of_a_shared_group_takes_all_its_gpus_or_none(gpus: int, old: list[int]) -> None:
-    goal = Goal(key=NEW_SMALL, count=8, gap=True)
+    goal = RolloutGoal(key=NEW_SMALL, count=8, gap=True)
     steps = timeline(Cluster(goal, gpu_shapes(8, 1), gpus=gpus, groups=shared(8)).run(small=8))
     assert list(dict.fromkeys(counts["small"] for counts in steps)) == old
     assert {counts["small2"] for counts in steps} == ({0, 8} if len(old) == 1 else {8})
 
 
 def test_one_of_two_old_layers_is_scaled_down_first() -> None:
-    cluster = Cluster(Goal(key=LARGE, count=1), gpu_shapes(1, 1), gpus=2).run(small=1, small2=1)
+    cluster = Cluster(RolloutGoal(key=LARGE, count=1), gpu_shapes(1, 1), gpus=2).run(small=1, small2=1)
     assert sum(timeline(cluster)[0].values()) == 1
 
 
 ONE_STEP = {
     "cores are not overcommitted by one layer alone": (
-        Goal(key=SMALL, count=4), {SMALL: Layer(wanted=1, ready=1)},
+        RolloutGoal(key=SMALL, count=4), {SMALL: Layer(wanted=1, ready=1)},
         cpu_shapes(2, 1), {"cpus": 2}, {SMALL: 2},
     ),
     "a scale-down waits while others drain": (
-        Goal(key=SMALL, count=2),
+        RolloutGoal(key=SMALL, count=2),
         {SMALL: Layer(wanted=4, ready=4), LARGE: Layer(wanted=0, draining=1)},
         gpu_shapes(4, 1), {"gpus": 8}, {SMALL: 4, LARGE: 0},
     ),
     "a scale-down once the others are gone": (
-        Goal(key=SMALL, count=2),
+        RolloutGoal(key=SMALL, count=2),
         {SMALL: Layer(wanted=4, ready=4), LARGE: Layer(wanted=0)},
         gpu_shapes(4, 1), {"gpus": 8}, {SMALL: 2, LARGE: 0},
     ),
     "a scale-up waits for the GPUs of its own draining replica": (
-        Goal(key=SMALL, count=2), {SMALL: Layer(wanted=1, ready=1, draining=1)},
+        RolloutGoal(key=SMALL, count=2), {SMALL: Layer(wanted=1, ready=1, draining=1)},
         gpu_shapes(4, 1), {"gpus": 2}, {SMALL: 1},
     ),
     "failing starts are scaled down although nothing is healthy": (
-        Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1, starting=1, failures=2)},
+        RolloutGoal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1, starting=1, failures=2)},
         gpu_shapes(4, 1), {"gpus": 1}, {SMALL: 0, NEW_SMALL: 0},
     ),
     "a replica that has not reported yet is kept": (
-        Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1)},
+        RolloutGoal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1)},
         gpu_shapes(4, 1), {"gpus": 1}, {SMALL: 1, NEW_SMALL: 0},
     ),
     "nothing is scaled down if that makes no room": (
-        Goal(key=LARGE, count=1, gap=True), {SMALL: Layer(wanted=2, ready=2)},
+        RolloutGoal(key=LARGE, count=1, gap=True), {SMALL: Layer(wanted=2, ready=2)},
         gpu_shapes(4, 1), {"gpus": 2}, {SMALL: 2, LARGE: 0},
     ),
 }  # fmt: skip
@@ -323,7 +323,7 @@ ONE_STEP = {
 @pytest.mark.parametrize("name", ONE_STEP)
 def test_one_step(name: str) -> None:
     goal, layers, shapes, budget, counts = ONE_STEP[name]
-    assert Rollout(goal, layers, shapes, total(Budget(**budget))).step() == counts
+    assert RolloutPlanner(goal, layers, shapes, total(ResourceBudget(**budget))).step() == counts
 
 
 def test_unbounded_resources_hold_any_count() -> None:
@@ -353,16 +353,16 @@ def test_the_verdict_on_a_goal(layer: Layer, elapsed_s: float, state: str) -> No
     [(8, 1, True), (15, 1, False), (8, 0, False), (16, 1, False), (None, 1, False)],
 )
 def test_a_large_replica_over_all_gpus_needs_a_gap(gpus: int | None, min_healthy: int, gap: bool) -> None:
-    goal = Goal(key=LARGE, count=1, min_healthy=min_healthy)
+    goal = RolloutGoal(key=LARGE, count=1, min_healthy=min_healthy)
     layers = {SMALL: Layer(wanted=8, ready=8)}
-    assert Rollout(goal, layers, gpu_shapes(8, 1), total(Budget(gpus=gpus))).needs_gap() is gap
+    assert RolloutPlanner(goal, layers, gpu_shapes(8, 1), total(ResourceBudget(gpus=gpus))).needs_gap() is gap
 
 
 def test_replacing_failing_replicas_needs_no_gap() -> None:
     new = LayerKey("m", "large", 2)
     layers = {LARGE: Layer(wanted=1, starting=1, failures=2)}
     footprints = gpu_shapes(8, 1) | {new: Resources(gpus=8)}
-    rollout = Rollout(Goal(key=new, count=1), layers, footprints, total(Budget(gpus=8)))
+    rollout = RolloutPlanner(RolloutGoal(key=new, count=1), layers, footprints, total(ResourceBudget(gpus=8)))
     assert not rollout.needs_gap()
     for serves in (Layer(wanted=1, ready=1), Layer(wanted=1)):
         assert rollout._replace(layers={LARGE: serves}).needs_gap()
@@ -370,14 +370,16 @@ def test_replacing_failing_replicas_needs_no_gap() -> None:
 
 def test_the_gap_of_a_switch_in_progress_is_computed_from_its_current_state() -> None:
     layers = {SMALL: Layer(wanted=1, ready=1), LARGE: Layer(wanted=1, ready=1)}
-    rollout = Rollout(Goal(key=LARGE, count=1), layers, gpu_shapes(8, 1), total(Budget(gpus=9)))
+    rollout = RolloutPlanner(
+        RolloutGoal(key=LARGE, count=1), layers, gpu_shapes(8, 1), total(ResourceBudget(gpus=9))
+    )
     assert not rollout.needs_gap()
 
 
 def test_a_switch_that_is_closing_drains_nothing_yet() -> None:
     layers = {SMALL: Layer(wanted=8, ready=8)}
-    goal = Goal(key=LARGE, count=1, gap=True, closing=True)
-    rollout = Rollout(goal, layers, gpu_shapes(8, 1), total(Budget(gpus=8)))
+    goal = RolloutGoal(key=LARGE, count=1, gap=True, closing=True)
+    rollout = RolloutPlanner(goal, layers, gpu_shapes(8, 1), total(ResourceBudget(gpus=8)))
     assert rollout.step() == {SMALL: 8, LARGE: 0}
     # It does so for replicas that serve, and for no others.
     assert rollout._replace(layers={SMALL: Layer(wanted=8, starting=8)}).step()[SMALL] < 8

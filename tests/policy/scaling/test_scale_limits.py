@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.config.control import Rate, ScaleConfig, Schedule
+from policy.config.control import ScaleConfig, ScalingRateLimit, ScalingSchedule
 from policy.scaling.decide import ModelPolicies
-from policy.scaling.decision_types import Decision, Guardrail, Memory, Override, Situation
+from policy.scaling.decision_types import Decision, DecisionMemory, Guardrail, ModeOverride, Situation
 from policy.scaling.policies.registry import choose, make
 from policy.signals.types import Signals
 from tests.policy import control_play as play
@@ -22,7 +22,7 @@ WORK = {"start": "0 8 * * mon-fri", "end": "0 18 * * mon-fri", "timezone": "Euro
 MONDAY_S = 4 * 86_400.0
 
 
-def at_hour(hour: float, *schedules: Schedule, count: int = 1, **changes: Any) -> Situation:
+def at_hour(hour: float, *schedules: ScalingSchedule, count: int = 1, **changes: Any) -> Situation:
     """``hour`` of a week in Berlin."""
     clocks = {"Europe/Berlin": MONDAY_S + 3600.0 * hour}
     given: dict[str, Any] = {"scale": ScaleConfig(schedules=schedules), "wall_clocks": clocks}
@@ -33,7 +33,7 @@ def at_hour(hour: float, *schedules: Schedule, count: int = 1, **changes: Any) -
     ("hour", "count"), [(7.99, 1), (8.0, 4), (17.99, 4), (18.0, 1), (32.0, 4), (4 * 24 + 19, 1), (128.0, 1)]
 )
 def test_a_schedule_applies_from_its_start_to_its_end(hour: float, count: int) -> None:
-    decision = decide(at_hour(hour, Schedule(**WORK, min=4)), 1)[0]
+    decision = decide(at_hour(hour, ScalingSchedule(**WORK, min=4)), 1)[0]
     assert decision.count == count
     shown = [(clip.rule, clip.why) for clip in decision.clips]
     assert shown == [(Guardrail.SCHEDULE, "scale.schedules[0] has at least 4")] * (count == 4)
@@ -44,34 +44,35 @@ def test_a_floor_and_a_ceiling_hold_whatever_the_policy_says(
     numbers: tuple[int, int, int, int], by_hand: bool
 ) -> None:
     count, asked, least, most = numbers
-    bounds = Schedule(**WORK, min=least, max=max(most, least))
+    bounds = ScalingSchedule(**WORK, min=least, max=max(most, least))
     scale = ScaleConfig(
         schedules=(bounds,), max_step_up=0.1, max_step_down=0.1, hold_s=900.0, hold_up_s=900.0,
-        rates_up=(Rate(period_s=60, replicas=0),), rates_down=(Rate(period_s=60, replicas=0),),
+        rates_up=(ScalingRateLimit(period_s=60, replicas=0),), rates_down=(ScalingRateLimit(period_s=60,
+            replicas=0),),
         zero_after_s=1.0, spare=1,
     )  # fmt: skip
     idle = demand(0.0, idle_s=900.0, concurrency=rates(0.0))
     given = at_hour(
         12, count=count, scale=scale, rungs=(mode_option(play.SMALL.mode, least=0),),
         signals=Signals(demand=idle, replicas=figures(count, running=0)),
-        override=Override(mode=play.SMALL.mode, count=asked) if by_hand else None,
+        override=ModeOverride(mode=play.SMALL.mode, count=asked) if by_hand else None,
     )  # fmt: skip
     decision = decide(given, asked)[0]
     assert least <= decision.count <= max(most, least)
 
 
 def test_of_overlapping_schedules_the_highest_floor_and_the_lowest_ceiling_apply() -> None:
-    both = (Schedule(**WORK, min=2, max=7), Schedule(**WORK, min=3, max=6))
+    both = (ScalingSchedule(**WORK, min=2, max=7), ScalingSchedule(**WORK, min=3, max=6))
     assert decide(at_hour(9, *both), 0)[0].count == 3
     assert decide(at_hour(9, *both, count=8), 9)[0].count == 6
     # A mode with fewer replicas is bounded by its own.
-    large = at_hour(9, Schedule(**WORK, min=3), mode=play.LARGE.mode, rungs=(play.LARGE,))
+    large = at_hour(9, ScalingSchedule(**WORK, min=3), mode=play.LARGE.mode, rungs=(play.LARGE,))
     assert decide(large, 1)[0].count == 1
 
 
 def test_the_bound_that_a_policy_applies_itself_is_shown() -> None:
     policy = ModelPolicies(make(choose("policy", {"static": {"replicas": 1}})))
-    decision = decide(at_hour(9, Schedule(**WORK, min=4)), policy)[0]
+    decision = decide(at_hour(9, ScalingSchedule(**WORK, min=4)), policy)[0]
     assert (decision.count, decision.clips) == (4, ())
     assert (
         decision.reason == "wants 1: 1 configured; raised to 4 by schedule: scale.schedules[0] has at least 4"
@@ -115,7 +116,8 @@ def changes(decisions: list[Decision], sign: int) -> list[tuple[float, int]]:
 def test_a_rate_bounds_every_window_of_its_period(loads: list[float], most: int) -> None:
     scale = ScaleConfig(
         max_step_up=100, max_step_down=1.0, hold_s=1.0,
-        rates_up=(Rate(period_s=60, replicas=most),), rates_down=(Rate(period_s=90, replicas=most),),
+        rates_up=(ScalingRateLimit(period_s=60, replicas=most),), rates_down=(ScalingRateLimit(period_s=90,
+            replicas=most),),
     )  # fmt: skip
     model = play.Model("chat", lambda t: loads[int(t // 100) % len(loads)], scale=scale, drain_s=1.0)
     decisions = play.Fleet(model).run(100.0 * len(loads)).decisions("chat")
@@ -140,8 +142,8 @@ def test_a_rate_bounds_every_window_of_its_period(loads: list[float], most: int)
 def test_the_rate_that_allows_the_most_applies(
     given_rates: list[dict[str, Any]], made: tuple[tuple[float, int], ...], count: int
 ) -> None:
-    scale = ScaleConfig(rates_up=tuple(Rate(period_s=60, **each) for each in given_rates))
-    memory = Memory(changed=tuple((play.NOON - ago, change) for ago, change in made))
+    scale = ScaleConfig(rates_up=tuple(ScalingRateLimit(period_s=60, **each) for each in given_rates))
+    memory = DecisionMemory(changed=tuple((play.NOON - ago, change) for ago, change in made))
     decision = decide(situation(count=4, scale=scale, memory=memory), 8)[0]
     assert decision.count == count
     assert [clip.rule for clip in decision.clips] == [Guardrail.RATE]

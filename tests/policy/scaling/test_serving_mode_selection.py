@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config.control import ModeSwitchConfig, ScaleConfig, SloConfig
-from policy.config.deployment import Budget
-from policy.engine.performance_model import Workload
+from policy.config.deployment import ResourceBudget
+from policy.engine.performance_model import EngineLoad
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.replica_capacity import capability
 from policy.scaling.budget_resources import Resources
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
-from policy.scaling.decision_types import Decision, Memory, ModeForecast, Override, Situation
+from policy.scaling.decision_types import Decision, DecisionMemory, ModeForecast, ModeOverride, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.serving_mode_selection import ModeComparison, Verdict, measured_cost
+from policy.scaling.serving_mode_selection import ModeComparison, ModeSelection, measured_cost
 from policy.scaling.view import Supply
 from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals
 from tests.policy import control_play as play
@@ -36,7 +36,7 @@ def large(**changes: Any) -> Situation:
 
 
 def comparison(given: Situation, rate: float, **changes: Any) -> ModeComparison:
-    workload: Workload = workload_of(demand(rate))
+    workload: EngineLoad = workload_of(demand(rate))
     able = {one.mode: capability(one.timing, workload, given.slo, error=one.error) for one in given.rungs}
     inputs: dict[str, Any] = {"rate": rate, "during": lambda seconds: rate, "capabilities": able}
     inputs |= {"workload": workload, "reach": ALL, "alone": ALL, "spare": ALL}
@@ -49,11 +49,11 @@ def seen(given: Situation, rate: float, **changes: Any) -> Mapping[str, ModeFore
 
 def confirmed(given: Situation, mode: str, seconds: float = 60.0, **memory: Any) -> Situation:
     """``mode`` has had a sufficient gain for ``seconds``."""
-    kept = Memory(better_since={mode: given.at - seconds}, **memory)
+    kept = DecisionMemory(better_since={mode: given.at - seconds}, **memory)
     return msgspec.structs.replace(given, memory=kept)
 
 
-def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[Verdict, str]:
+def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[ModeSelection, str]:
     """The verdict, and the reason given for the other mode."""
     found = comparison(given, rate, **changes).evaluate()
     return found, next(each.why for each in found.outlooks if each.mode != given.mode)
@@ -239,7 +239,9 @@ def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
         and "0.00 of 2.00 req/s can be served during the switch: others wait for 100 s" in why
     )
     # The cost of a gap counts, too: a gain of a minute or two does not justify one.
-    shortly = msgspec.structs.replace(there, memory=Memory(better_since={play.LARGE.mode: play.NOON - 60}))
+    shortly = msgspec.structs.replace(
+        there, memory=DecisionMemory(better_since={play.LARGE.mode: play.NOON - 60})
+    )
     assert "that the switch costs" in verdict(shortly, 2.0, spare=Resources())[1]
 
 
@@ -286,7 +288,9 @@ def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
     rising = Rates(last_6_s=2.0, last_20_s=2.0, last_60_s=2.0, last_600_s=1.0)
     signals = Signals(demand=demand(2.0, arrivals=rising), replicas=figures(8))
     supply = Supply(wanted=8, serving=8)
-    decision, _ = decided(msgspec.structs.replace(there, signals=signals, supply=supply), 8, Budget(gpus=8))
+    decision, _ = decided(
+        msgspec.structs.replace(there, signals=signals, supply=supply), 8, ResourceBudget(gpus=8)
+    )
     why = next(seen.why for seen in decision.outlooks if seen.mode == play.LARGE.mode)
     assert f"0.00 of {likely(rising, 100.0, 0.95):.2f} req/s can be served during the switch" in why
 
@@ -296,7 +300,7 @@ def test_the_cheapest_mode_is_chosen() -> None:
     wide = mode_option("wide", gpus=2, most=4)
     there = large(rungs=(play.LARGE, wide, tiny), slo=SloConfig())
     there = msgspec.structs.replace(
-        there, memory=Memory(better_since={"wide": play.NOON - 90, "tiny": play.NOON - 90})
+        there, memory=DecisionMemory(better_since={"wide": play.NOON - 90, "tiny": play.NOON - 90})
     )
     found = comparison(there, 1.0).evaluate()
     reasons = {each.mode: each.why for each in found.outlooks}
@@ -308,9 +312,11 @@ def test_the_cheapest_mode_is_chosen() -> None:
 # As a decision.
 
 
-def decided(there: Situation, count: int = 1, budget: Budget | None = None) -> tuple[Decision, Memory]:
+def decided(
+    there: Situation, count: int = 1, budget: ResourceBudget | None = None
+) -> tuple[Decision, DecisionMemory]:
     policies = {there.model: ModelPolicies(Fixed(count))}
-    return decide_all({there.model: there}, budget or Budget(), policies)[there.model]
+    return decide_all({there.model: there}, budget or ResourceBudget(), policies)[there.model]
 
 
 def overloaded(**changes: Any) -> Situation:
@@ -319,7 +325,7 @@ def overloaded(**changes: Any) -> Situation:
 
 
 def test_a_switch_states_its_gain_and_resets_the_memory() -> None:
-    decision, memory = decided(overloaded(), budget=Budget(gpus=12))
+    decision, memory = decided(overloaded(), budget=ResourceBudget(gpus=12))
     assert (decision.was_mode, decision.mode, decision.count) == (play.LARGE.mode, SMALL.mode, 8)
     assert decision.gain is not None and decision.gain > 0.15
     text = "multi-replica is predicted to keep up with the load, which single-large cannot"
@@ -351,7 +357,7 @@ def test_a_dry_run_starts_no_dwell_time() -> None:
 
 
 def test_a_manual_mode_is_kept() -> None:
-    pinned = Override(mode=play.LARGE.mode)
+    pinned = ModeOverride(mode=play.LARGE.mode)
     decision, _ = decided(overloaded(override=pinned))
     assert (decision.mode, decision.gain) == (play.LARGE.mode, None)
     assert "multi-replica is predicted to" in decision.reason and "mode is set manually" in decision.reason
@@ -359,15 +365,15 @@ def test_a_manual_mode_is_kept() -> None:
 
 def test_a_manual_mode_is_switched_to_at_once() -> None:
     signals = Signals(demand=demand(2.0), replicas=figures(1))
-    switch = Override(mode=SMALL.mode)
+    switch = ModeOverride(mode=SMALL.mode)
     unsettled = large(
-        signals=signals, settled=False, override=switch, memory=Memory(switched_at=play.NOON - 1)
+        signals=signals, settled=False, override=switch, memory=DecisionMemory(switched_at=play.NOON - 1)
     )
     decision, memory = decided(unsettled)
     # Small replicas cannot meet the SLO: as many as keep up are wanted.
     assert (decision.mode, decision.count, decision.gain) == (SMALL.mode, 3, None)
     assert memory.switched_at == play.NOON
-    counted = msgspec.structs.replace(unsettled, override=Override(mode=SMALL.mode, count=3))
+    counted = msgspec.structs.replace(unsettled, override=ModeOverride(mode=SMALL.mode, count=3))
     decision, _ = decided(counted)
     assert (decision.mode, decision.count) == (SMALL.mode, 3)
 
@@ -375,7 +381,7 @@ def test_a_manual_mode_is_switched_to_at_once() -> None:
 def test_a_manual_switch_without_metrics_keeps_the_capacity() -> None:
     signals = Signals(replicas=figures(6))
     wide = mode_option("wide", gpus=2, most=8)
-    there = situation(count=6, rungs=(SMALL, wide), signals=signals, override=Override(mode="wide"))
+    there = situation(count=6, rungs=(SMALL, wide), signals=signals, override=ModeOverride(mode="wide"))
     decision, _ = decided(there, 6)
     workload = workload_of(None)
     one, other = (capability(each.timing, workload, SloConfig()).mu for each in (SMALL, wide))
@@ -386,12 +392,12 @@ def test_a_manual_switch_without_metrics_keeps_the_capacity() -> None:
 def test_a_fixed_policy_does_not_change_the_mode() -> None:
     given = overloaded()
     policies = {given.model: ModelPolicies(make(choose("policy", "static")))}
-    decision, memory = decide_all({given.model: given}, Budget(gpus=12), policies)[given.model]
+    decision, memory = decide_all({given.model: given}, ResourceBudget(gpus=12), policies)[given.model]
     assert (decision.mode, decision.gain, memory.better_since) == (play.LARGE.mode, None, {})
     other = next(seen for seen in decision.outlooks if seen.mode == SMALL.mode)
     assert (other.count, other.why) == (8, "the policy does not change modes")
-    by_hand = msgspec.structs.replace(given, override=Override(mode=SMALL.mode))
-    decision, _ = decide_all({given.model: by_hand}, Budget(gpus=12), policies)[given.model]
+    by_hand = msgspec.structs.replace(given, override=ModeOverride(mode=SMALL.mode))
+    decision, _ = decide_all({given.model: by_hand}, ResourceBudget(gpus=12), policies)[given.model]
     assert decision.mode == SMALL.mode
 
 
@@ -401,16 +407,16 @@ def test_a_mode_that_no_longer_fits_the_budget_is_left() -> None:
     small = msgspec.structs.replace(SMALL, watts=300.0)
     signals = Signals(demand=demand(1.0), replicas=figures(1))
     there = large(slo=SloConfig(), rungs=(above_power_budget, small), signals=signals)
-    decision, memory = decided(there, budget=Budget(watts=2500))
+    decision, memory = decided(there, budget=ResourceBudget(watts=2500))
     assert (decision.mode, decision.count) == (play.LARGE.mode, 1)
     assert memory.better_since == {SMALL.mode: play.NOON}
-    decision, _ = decided(confirmed(there, SMALL.mode), budget=Budget(watts=2500))
+    decision, _ = decided(confirmed(there, SMALL.mode), budget=ResourceBudget(watts=2500))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
 
 
 def test_a_manual_mode_waits_for_the_budget() -> None:
     signals = Signals(demand=demand(2.0), replicas=figures(2))
-    there = situation(count=2, rungs=play.BOTH, signals=signals, override=Override(mode=play.LARGE.mode))
-    decision, _ = decided(there, 2, Budget(gpus=3))
+    there = situation(count=2, rungs=play.BOTH, signals=signals, override=ModeOverride(mode=play.LARGE.mode))
+    decision, _ = decided(there, 2, ResourceBudget(gpus=3))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
     assert "switch to single-large waits: it needs 1, the budget leaves 0" in decision.reason

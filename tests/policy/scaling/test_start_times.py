@@ -8,13 +8,13 @@ import pytest
 
 from policy.scaling.reconcile_steps import LayerKey
 from policy.scaling.start_times import KEPT, StartTimes
-from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.types import Replica, ReplicaLoad, ReplicaPhase, StartPath
 
 KEY = LayerKey("m", "small", 1)
 
 
 def replica(name: str, state: ReplicaPhase = ReplicaPhase.STARTING, **over: Any) -> Replica:
-    load = Load(at=0.0)
+    load = ReplicaLoad(at=0.0)
     return Replica(id=name, model="m", shape="small", generation=1, load=load, state=state, **over)
 
 

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from policy.scaling.budget_resources import Resources
 from policy.scaling.decision_types import ModeOption, Situation
-from policy.scaling.serving_mode_selection import Verdict
-from policy.scaling.switch_cost import Capacities, Phase, Switch, core_share, describe_gain, switch_cost
+from policy.scaling.serving_mode_selection import ModeSelection
+from policy.scaling.switch_cost import (
+    Capacities,
+    ModeSwitch,
+    SwitchPhase,
+    core_share,
+    describe_gain,
+    switch_cost,
+)
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from tests.policy.control_play import LARGE, NOON, SMALL, demand, figures, mode_option
@@ -39,39 +46,39 @@ def on_cores(name: str, cpus: int) -> ModeOption:
     return mode_option(name, gpus=0, cpus=cpus, of="cpu-smollm2-135m", most=2, lead_s=40.0)
 
 
-def switch(old: ModeOption, new: ModeOption, serving: int, count: int, **changes: Any) -> Switch:
+def switch(old: ModeOption, new: ModeOption, serving: int, count: int, **changes: Any) -> ModeSwitch:
     given = {"bounds": NO_BOUND, "min_healthy": 1, "drain_s": 10.0} | changes
-    return Switch(old=old, new=new, serving=serving, target=count, **given)
+    return ModeSwitch(old=old, new=new, serving=serving, target=count, **given)
 
 
 # One large replica to four small ones, by the bounds on what the model may hold.
 PHASES = [
     # With room, the new ones start first: nothing is lost.
-    (switch(LARGE, SMALL, 1, 4), [Phase(30.0, 1, 0), Phase(10.0, 0, 4, draining=1)], 0.0),
+    (switch(LARGE, SMALL, 1, 4), [SwitchPhase(30.0, 1, 0), SwitchPhase(10.0, 0, 4, draining=1)], 0.0),
     # Room for half: two start, then the large one drains, then the rest starts.
     (
         switch(LARGE, SMALL, 1, 4, bounds=NO_BOUND._replace(gpus=6)),
-        [Phase(30.0, 1, 0), Phase(10.0, 0, 2, draining=1), Phase(30.0, 0, 2)],
+        [SwitchPhase(30.0, 1, 0), SwitchPhase(10.0, 0, 2, draining=1), SwitchPhase(30.0, 0, 2)],
         0.0,
     ),
     # Without room all wait.
-    (switch(LARGE, SMALL, 1, 4, gap_s=13.0), [Phase(13.0, 0, 0)], 13.0),
+    (switch(LARGE, SMALL, 1, 4, gap_s=13.0), [SwitchPhase(13.0, 0, 0)], 13.0),
     # On two cores: two starts take two of four threads and twice as long, then one engine drains beside two.
     (
         switch(on_cores("large", 2), on_cores("small", 1), 1, 2, bounds=NO_BOUND._replace(cpus=2)),
-        [Phase(80.0, 1, 0, 0.5), Phase(10.0, 0, 2, 0.5, 1)],
+        [SwitchPhase(80.0, 1, 0, 0.5), SwitchPhase(10.0, 0, 2, 0.5, 1)],
         45.0,
     ),
     # A start of one thread beside two.
     (
         switch(on_cores("small", 1), on_cores("large", 2), 2, 1, bounds=NO_BOUND._replace(cpus=2)),
-        [Phase(60.0, 2, 0, pytest.approx(2 / 3)), Phase(10.0, 0, 1, 0.5, 2)],
+        [SwitchPhase(60.0, 2, 0, pytest.approx(2 / 3)), SwitchPhase(10.0, 0, 1, 0.5, 2)],
         60.0 / 3 + 5.0,
     ),
     # On four cores nothing is shared.
     (
         switch(on_cores("large", 2), on_cores("small", 1), 1, 2, bounds=NO_BOUND._replace(cpus=4)),
-        [Phase(40.0, 1, 0), Phase(10.0, 0, 2, draining=1)],
+        [SwitchPhase(40.0, 1, 0), SwitchPhase(10.0, 0, 2, draining=1)],
         0.0,
     ),
 ]
@@ -79,7 +86,7 @@ PHASES = [
 
 @pytest.mark.parametrize(("made", "phases", "taken_s"), PHASES)
 def test_each_kind_of_switch_takes_what_its_phases_lose(
-    made: Switch, phases: list[Phase], taken_s: float
+    made: ModeSwitch, phases: list[SwitchPhase], taken_s: float
 ) -> None:
     assert made.phases() == phases
     capacities = Capacities(old=2.0 / made.serving, new=2.0 / made.target, rate=1.0)
@@ -139,11 +146,11 @@ def test_a_queue_clears_by_the_surplus_of_each_phase() -> None:
     capacities = Capacities(old=3.0, new=2.0, rate=2.0)
     assert capacities.clears_s(10, [], 3.0) == 10.0
     assert capacities.clears_s(10, [], 2.0) == math.inf
-    gap = [Phase(5.0, 0, 0)]
+    gap = [SwitchPhase(5.0, 0, 0)]
     # 10 wait, 10 more arrive in the gap; then two more are served than arrive.
     assert capacities.clears_s(10, gap, 4.0) == 15.0
-    assert capacities.clears_s(10, [Phase(5.0, 1, 0), *gap], 4.0) == pytest.approx(5 + 5 + 15 / 2)
-    assert capacities.clears_s(4, [Phase(5.0, 1, 0), *gap], 4.0) == 4.0
+    assert capacities.clears_s(10, [SwitchPhase(5.0, 1, 0), *gap], 4.0) == pytest.approx(5 + 5 + 15 / 2)
+    assert capacities.clears_s(4, [SwitchPhase(5.0, 1, 0), *gap], 4.0) == 4.0
 
 
 def queued(count: int, rate: float, *, gap_s: float = 20.0, **memory: Any) -> Situation:
@@ -155,7 +162,7 @@ def queued(count: int, rate: float, *, gap_s: float = 20.0, **memory: Any) -> Si
     return confirmed(there, LARGE.mode, 3600, **memory)
 
 
-def judged(given: Situation, rate: float) -> tuple[Verdict, str]:
+def judged(given: Situation, rate: float) -> tuple[ModeSelection, str]:
     found = comparison(given, rate, spare=Resources()).evaluate()
     return found, next(each.why for each in found.outlooks if each.mode != given.mode)
 

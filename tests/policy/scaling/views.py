@@ -8,17 +8,19 @@ from typing import Any
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability, IdleLatency
 from policy.scaling.view import Policy, Proposal, Supply, View
-from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample, Signals
+from policy.signals.types import LatencyQuantiles, ModelDemand, ReplicaSample, Signals
 from tests.policy.control_play import NOON, rates
 
 START = NOON
 
 
-def demand(load: float = 0.0, *, concurrency: float | None = None, **more: Any) -> Demand:
+def demand(load: float = 0.0, *, concurrency: float | None = None, **more: Any) -> ModelDemand:
     """``load`` requests per second, each of which runs for four seconds unless ``concurrency`` is given."""
     level = 4.0 * load if concurrency is None else concurrency
     fields: dict[str, Any] = {"input_tokens": 1000.0, "output_tokens": 200.0} | more
-    return Demand(age_s=0.5, arrivals=rates(load), refused=rates(0.0), concurrency=rates(level), **fields)
+    return ModelDemand(
+        age_s=0.5, arrivals=rates(load), refused=rates(0.0), concurrency=rates(level), **fields
+    )
 
 
 def replicas(count: int, **figures: Any) -> tuple[ReplicaSample, ...]:
@@ -30,7 +32,7 @@ def late(p95: float) -> LatencyQuantiles:
 
 
 def view(
-    seen: Demand | None = None,
+    seen: ModelDemand | None = None,
     *,
     at: float = 0.0,
     count: int = 2,
@@ -65,13 +67,15 @@ def view(
     )
 
 
-def counts(policy: Policy, rows: Sequence[tuple[float, Demand]], *, count: int = 2, **more: Any) -> list[int]:
+def counts(
+    policy: Policy, rows: Sequence[tuple[float, ModelDemand]], *, count: int = 2, **more: Any
+) -> list[int]:
     """What is proposed at each row of (seconds, demand), where each proposal takes effect by the next row."""
     return [proposal.count for proposal in proposals(policy, rows, count=count, **more)]
 
 
 def proposals(
-    policy: Policy, rows: Sequence[tuple[float, Demand]], *, count: int = 2, **more: Any
+    policy: Policy, rows: Sequence[tuple[float, ModelDemand]], *, count: int = 2, **more: Any
 ) -> list[Proposal]:
     memory, found = None, []
     for at, seen in rows:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from policy.config.control import ControlConfig, SloConfig
 from policy.signals.aggregator import KEPT_S, SignalAggregator
 from policy.signals.gateway_worker_counters import WorkerCounters
-from policy.signals.types import Demand, Rates
+from policy.signals.types import ModelDemand, Rates
 from policy.stats.histogram import BUCKETS, bucket_of, quantile
 from policy.types import Priority
 from policy.wire.controller_reports import GatewayReport, ModelReport
@@ -69,7 +69,7 @@ class Worker:
         return msgspec.json.decode(encoded, type=GatewayReport)
 
 
-def demand(aggregator: SignalAggregator, at: float, model: str = "m") -> Demand:
+def demand(aggregator: SignalAggregator, at: float, model: str = "m") -> ModelDemand:
     found = aggregator.signals(model, at).demand
     assert found is not None
     return found

@@ -8,7 +8,7 @@ import pytest
 from policy.signals import energy_attribution
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.energy_attribution import BASE, IDLE, INTERVAL_S, OTHERS, EnergyAttribution
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.controller_reports import GatewayReport, GpuReport, ModelReport
 from policy.wire.heartbeat import Heartbeat
 
@@ -16,7 +16,9 @@ T = 1000.0
 
 
 def replica(name: str = "r", **over: object) -> Replica:
-    made = Replica(id=name, model="m", shape="s", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0))
+    made = Replica(
+        id=name, model="m", shape="s", generation=1, state=ReplicaPhase.READY, load=ReplicaLoad(at=0.0)
+    )
     return msgspec.structs.replace(made, **over)
 
 

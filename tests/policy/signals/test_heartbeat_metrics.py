@@ -9,7 +9,7 @@ import pytest
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.heartbeat_metrics import SILENT_S, ReplicaMetrics
 from policy.signals.types import ReplicaSample
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.controller_reports import EngineReport, GpuReport
 from policy.wire.heartbeat import Heartbeat
 
@@ -27,7 +27,7 @@ def beat(
 ) -> Heartbeat:
     replica = Replica(
         id=name, model="m", shape="s", generation=1, state=state, incarnation=incarnation, pid=7,
-        load=Load(at=0.0, **load),
+        load=ReplicaLoad(at=0.0, **load),
     )  # fmt: skip
     return Heartbeat(replica=replica, engine=engine, gpus=power)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.policies.target_tracking import Metric
+from policy.scaling.policies.target_tracking import TargetMetric
 from policy.scaling.view import Policy, Proposal, Supply, View
-from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Signals
+from policy.signals.types import LatencyQuantiles, ModelDemand, Rates, ReplicaSample, Signals
 
 CHOICES: list[Any] = [
     "static",
@@ -23,7 +23,7 @@ CHOICES: list[Any] = [
     "token_saturation",
     "predictive",
     {"predictive": {"down": 0.8, "quantile": 0.5}},
-    *({"target_tracking": {"metric": str(metric)}} for metric in Metric),
+    *({"target_tracking": {"metric": str(metric)}} for metric in TargetMetric),
 ]
 IDS = [str(choice) for choice in CHOICES]
 
@@ -42,7 +42,7 @@ def views(amount: st.SearchStrategy[float], least: int = 0) -> st.SearchStrategy
     def drawn(draw: st.DrawFn) -> View:
         a, b, c, d, e, f, g = (draw(amount) for _ in range(7))
         queued, waiting, serving, count = draw(counts), draw(counts), draw(few), draw(few)
-        demand = Demand(
+        demand = ModelDemand(
             age_s=a,
             arrivals=Rates(last_6_s=a, last_20_s=b, last_60_s=c, last_600_s=d),
             refused=Rates(last_6_s=0.0, last_20_s=0.0, last_60_s=0.0, last_600_s=0.0),

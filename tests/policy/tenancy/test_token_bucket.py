@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.tenancy.budget_period import FOREVER, period_of
-from policy.tenancy.lease_shares import Holder, decayed, next_share
+from policy.tenancy.lease_shares import LimitLeaseHolder, decayed, next_share
 from policy.tenancy.token_bucket import NO_SHARE_WAIT_S, TokenBucket, level_of
 from policy.tenancy.token_count import cached_weight, most_tokens, used_tokens
 
@@ -115,8 +115,8 @@ def test_the_shares_of_hosts_are_at_most_the_limit_in_any_order(
     shares = [0.0] * len(demands)
     for turn in turns:
         me = turn % len(demands)
-        others = [Holder(shares[i], demands[i]) for i in range(len(demands)) if i != me]
-        shares[me] = next_share(Holder(shares[me], demands[me]), others)
+        others = [LimitLeaseHolder(shares[i], demands[i]) for i in range(len(demands)) if i != me]
+        shares[me] = next_share(LimitLeaseHolder(shares[me], demands[me]), others)
         assert sum(shares) <= 1 + 1e-9
         assert min(shares) >= 0
 
@@ -126,8 +126,8 @@ def test_shares_follow_the_demand_and_an_unused_one_is_given_up() -> None:
 
     def turn() -> None:
         for me in range(3):
-            others = [Holder(shares[i], demands[i]) for i in range(3) if i != me]
-            shares[me] = next_share(Holder(shares[me], demands[me]), others)
+            others = [LimitLeaseHolder(shares[i], demands[i]) for i in range(3) if i != me]
+            shares[me] = next_share(LimitLeaseHolder(shares[me], demands[me]), others)
 
     turn()
     turn()

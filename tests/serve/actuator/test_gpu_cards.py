@@ -11,7 +11,7 @@ import pytest
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator.gpu_cards import Grant, cards_of_machine, choose
+from serve.actuator.gpu_cards import GpuGrant, cards_of_machine, choose
 from serve.actuator.local import LocalActuator
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
@@ -24,20 +24,20 @@ CLUSTER = Cluster(controller="127.0.0.1:1", simulated_gpus=4)
     ("gpus", "held", "chosen"),
     [
         (1, [], ("0",)),
-        (1, [Grant(cards=("0", "2"))], ("1",)),
+        (1, [GpuGrant(cards=("0", "2"))], ("1",)),
         # Neighbours first, then any.
-        (2, [Grant(cards=("1",))], ("2", "3")),
-        (2, [Grant(cards=("1",)), Grant(cards=("2",))], ("0", "3")),
-        (4, [Grant(cards=("1",))], None),
+        (2, [GpuGrant(cards=("1",))], ("2", "3")),
+        (2, [GpuGrant(cards=("1",)), GpuGrant(cards=("2",))], ("0", "3")),
+        (4, [GpuGrant(cards=("1",))], None),
         # A fraction goes where others are, as long as there is room.
-        (0.5, [Grant(cards=("0",)), Grant(cards=("2",), share=0.5)], ("2",)),
-        (0.6, [Grant(cards=("0",)), Grant(cards=("2",), share=0.5)], ("1",)),
-        (0.1, [Grant(cards=("3",), share=0.1)] * 9, ("3",)),
-        (0.5, [Grant(cards=FOUR)], None),
-        (1, [Grant(cards=FOUR, share=0.1)], None),
+        (0.5, [GpuGrant(cards=("0",)), GpuGrant(cards=("2",), share=0.5)], ("2",)),
+        (0.6, [GpuGrant(cards=("0",)), GpuGrant(cards=("2",), share=0.5)], ("1",)),
+        (0.1, [GpuGrant(cards=("3",), share=0.1)] * 9, ("3",)),
+        (0.5, [GpuGrant(cards=FOUR)], None),
+        (1, [GpuGrant(cards=FOUR, share=0.1)], None),
     ],
 )
-def test_a_host_gets_free_gpus(gpus: float, held: list[Grant], chosen: tuple[str, ...] | None) -> None:
+def test_a_host_gets_free_gpus(gpus: float, held: list[GpuGrant], chosen: tuple[str, ...] | None) -> None:
     found = choose(gpus, FOUR, held)
     assert (found and found.cards) == chosen
     assert found is None or found.share == min(1, gpus)

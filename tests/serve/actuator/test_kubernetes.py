@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from policy.config.engine_revision import digest
-from policy.deployment_file.diff import Effect, diff
+from policy.deployment_file.diff import ChangeEffect, diff
 from policy.errors import ActuatorFailed, ConfigError, NotLeader
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
@@ -20,9 +20,9 @@ from policy.wire.heartbeat import Heartbeat
 from serve.actuator.by_engine import ActuatorByEngine
 from serve.actuator.interface import deployment_id
 from serve.actuator.kubernetes import KubernetesActuator
-from serve.actuator.workload_objects import ANNOTATION, LABEL, Workload, Workloads
+from serve.actuator.workload_objects import ANNOTATION, LABEL, KubernetesWorkload, WorkloadClient
 from serve.controller.controller import Controller
-from store.kubernetes.api_server import Metadata
+from store.kubernetes.api_server import ObjectMetadata
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.fake_upstream import FakeUpstream
@@ -257,11 +257,11 @@ async def test_what_a_paused_leader_writes_after_the_next_one_is_refused(
     with pytest.raises(NotLeader, match=late):
         await one.scale(SMALL, 1)
     # The new leader changed nothing of this one yet, and has begun its term there.
-    service, writes = spec.discovery.kubernetes, Workloads(deployment_id(state), 1)
+    service, writes = spec.discovery.kubernetes, WorkloadClient(deployment_id(state), 1)
     for order in (
         one.deploy(LARGE, spec, None, "d", 1), one.delete(SMALL), one.stop(),
-        writes.write(Workload.of(service, "deployment/large"), None, 1),
-        writes.delete_pod(Workload.of(service, named), Metadata(name="own-0"), 0),
+        writes.write(KubernetesWorkload.of(service, "deployment/large"), None, 1),
+        writes.delete_pod(KubernetesWorkload.of(service, named), ObjectMetadata(name="own-0"), 0),
     ):  # fmt: skip
         with pytest.raises(NotLeader, match=late):
             await order
@@ -275,11 +275,12 @@ async def test_what_a_paused_leader_writes_after_the_next_one_is_refused(
 async def test_a_pod_is_deleted_after_the_term_was_written(api: KubernetesApi) -> None:
     """A leader that is paused before is refused; one whose pod changes meanwhile writes its term again."""
     (spec,) = deployment(external_model(api.url)).models
-    workload = Workload.of(spec.discovery.kubernetes, "statefulset/small")
-    one, two = (Workloads("beef", term) for term in (1, 2))
+    workload = KubernetesWorkload.of(spec.discovery.kubernetes, "statefulset/small")
+    one, two = (WorkloadClient("beef", term) for term in (1, 2))
     api.scale(STATEFUL_SETS, "small", 2)
     first, second = (
-        Metadata(name=name, uid=api.of(PODS, name)["metadata"]["uid"]) for name in ("small-0", "small-1")
+        ObjectMetadata(name=name, uid=api.of(PODS, name)["metadata"]["uid"])
+        for name in ("small-0", "small-1")
     )
     calls: list[str] = []
 
@@ -334,12 +335,16 @@ def test_a_revision_is_a_workload() -> None:
     assert digest(deployment(model).models[0]) == digest(before.models[0])
     model["shapes"]["small"]["workload"] = "leaderworkerset/next"
     changed = diff(before, deployment(model))
-    assert {each.effect for each in changed if each.path.endswith("workload")} == {Effect.NEW_GENERATION}
+    assert {each.effect for each in changed if each.path.endswith("workload")} == {
+        ChangeEffect.NEW_GENERATION
+    }
     # What runs is taken over at the start only.
     static = {key: value for key, value in model.items() if key not in ("shapes", "modes")}
     own = sim_model("own")
     for one in ([own], [own, static]):
-        assert Effect.RESTART in {each.effect for each in diff(deployment(*one), deployment(own, model))}
+        assert ChangeEffect.RESTART in {
+            each.effect for each in diff(deployment(*one), deployment(own, model))
+        }
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from policy.config.deployment import Cluster
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
-from serve.actuator.interface import Held
-from serve.actuator.local import LocalActuator, Record
+from serve.actuator.interface import ActuatorLayer
+from serve.actuator.local import LayerRecord, LocalActuator
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment
 
@@ -45,12 +45,12 @@ class Site:
         self._program.chmod(0o755)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> LayerRecord:
         """What a controller that starts now would find."""
-        (found,) = self._state.load(self._state.hosts_path, list[Record]) or []
+        (found,) = self._state.load(self._state.hosts_path, list[LayerRecord]) or []
         return found
 
-    async def layer(self) -> Held:
+    async def layer(self) -> ActuatorLayer:
         return (await self.actuator.layers())[KEY]
 
     async def fail(self, count: int) -> None:

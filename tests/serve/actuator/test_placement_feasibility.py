@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from policy.errors import ConfigError
-from serve.actuator.interface import Node
+from serve.actuator.interface import NodeResources
 from serve.actuator.placement_feasibility import check_placeable, machine
 from tests.serve.plane import LARGE, SMALL, Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 
 SIMULATED = {"address": "10.0.0.1:6379", "controller": "10.0.0.1:7070", "simulated_gpus": 8}
 NODES = (
-    Node(resources={"GPU": 4.0, "CPU": 8.0, "accelerator_type:L4": 1.0}),
-    Node(resources={"GPU": 2.0, "CPU": 8.0, "accelerator_type:H100": 1.0, "fast_disk": 1.0}),
+    NodeResources(resources={"GPU": 4.0, "CPU": 8.0, "accelerator_type:L4": 1.0}),
+    NodeResources(resources={"GPU": 2.0, "CPU": 8.0, "accelerator_type:H100": 1.0, "fast_disk": 1.0}),
 )
 
 

@@ -11,7 +11,7 @@ from policy.config.deployment import Cluster
 from policy.config.shared_gpus import gpu_group_of
 from policy.engine.builtin_profiles import shipped
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator.interface import Held
+from serve.actuator.interface import ActuatorLayer
 from serve.actuator.serve_application_status import (
     SIM_CPUS,
     application_name,
@@ -80,16 +80,16 @@ def test_only_live_applications_of_this_deployment_are_its_layers() -> None:
     # Serve does not list the deployments of these yet; the count of the second one is not known.
     counts = {application_name("d", deploying[0], "e"): 4}
     assert list(held_layers(answer, "d", counts)) == [
-        (key, name, Held(wanted=2, digest="f00", waits=MISSING, unplaced=1)),
-        (LayerKey("m", "large", 1), broken, Held(wanted=2, digest="bad", trouble=MESSAGE)),
+        (key, name, ActuatorLayer(wanted=2, digest="f00", waits=MISSING, unplaced=1)),
+        (LayerKey("m", "large", 1), broken, ActuatorLayer(wanted=2, digest="bad", trouble=MESSAGE)),
         *(
-            (at, application_name("d", at, "e"), Held(wanted=wanted, digest="e"))
+            (at, application_name("d", at, "e"), ActuatorLayer(wanted=wanted, digest="e"))
             for at, wanted in zip(deploying, (4, 1), strict=True)
         ),
         (
             refused,
             application_name("d", refused, "e"),
-            Held(wanted=1, digest="e", trouble="of the application"),
+            ActuatorLayer(wanted=1, digest="e", trouble="of the application"),
         ),
     ]
 

@@ -11,8 +11,8 @@ from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused
 from serve.adapters import adapter_artifact_store
 from serve.adapters.adapter_artifact_store import AdapterStore
-from store.adapters.base_model_shapes import BaseModel
-from store.progress_report import Prepared, Progress
+from store.adapters.base_model_shapes import BaseModelShapes
+from store.progress_report import PreparedWeights, ProgressLine
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 from tests.store.adapters.making import files, write
@@ -42,7 +42,7 @@ def source(tmp_path: Path, seed: int = 1, **configuration: Any) -> str:
     return str(write(tmp_path / f"adapter-{seed}", files(seed, **configuration)))
 
 
-def quiet(progress: Progress) -> None:
+def quiet(progress: ProgressLine) -> None:
     """Ignore the progress."""
 
 
@@ -98,13 +98,15 @@ def test_the_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch:
     of_vllm = deployment(model).models[0]
     asked: list[str] = []
 
-    def prepare(source: str, **options: Any) -> Prepared:
+    def prepare(source: str, **options: Any) -> PreparedWeights:
         asked.append(source)
-        return Prepared(path=tmp_path, digest="0" * 64)
+        return PreparedWeights(path=tmp_path, digest="0" * 64)
 
     monkeypatch.setattr(adapter_artifact_store, "prepare", prepare)
     monkeypatch.setattr(
-        BaseModel, "of", lambda directory, names: BaseModel({"model.layers.0.mlp.up_proj": (8, 8)})
+        BaseModelShapes,
+        "of",
+        lambda directory, names: BaseModelShapes({"model.layers.0.mlp.up_proj": (8, 8)}),
     )
     for seed in (1, 2):
         with pytest.raises(AdapterRefused) as refused:

@@ -11,7 +11,7 @@ from policy.types import ReplicaPhase
 from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 from serve.adapters import adapter_demand as module
-from serve.adapters.adapter_demand import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemand
+from serve.adapters.adapter_demand import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemandTracker
 from tests.serve.replicas import replica
 
 SQL = AdapterRef(name="sql", digest="a" * 64)
@@ -27,7 +27,7 @@ def beat(*uses: AdapterUse, name: str = "r1", **over: Any) -> Heartbeat:
 
 
 def test_rates_are_summed_by_model_and_decay_by_half_life() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     for second in range(600):
         demand.note(beat(use(requests=1)), float(second))
         demand.note(beat(use(requests=2), name="r2"), float(second))
@@ -39,7 +39,7 @@ def test_rates_are_summed_by_model_and_decay_by_half_life() -> None:
 
 
 def test_a_rise_of_the_rate_needs_several_requests() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     demand.note(beat(use(requests=2)), 0.0)
     assert demand.usage("m", SQL, 0.0).rising == 0.0
     for second in range(1, 20):
@@ -54,7 +54,7 @@ def test_a_rise_of_the_rate_needs_several_requests() -> None:
 
 
 def test_usage_has_the_hit_rate_and_the_mean_load_and_service_times() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     demand.note(beat(use(requests=4, found=3, loads=1, load_s=0.5, busy_s=8.0)), 1.0)
     demand.note(beat(use(loads=1, load_s=0.7)), 1.0)
     usage = demand.usage("m", SQL, 1.0)
@@ -64,7 +64,7 @@ def test_usage_has_the_hit_rate_and_the_mean_load_and_service_times() -> None:
 
 def test_least_recently_used_version_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_VERSIONS", 2)
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     one, two, three = (AdapterRef(name=name, digest="b" * 64) for name in ("one", "two", "three"))
     for at, wanted in enumerate((one, two, one, three)):
         demand.note(beat(use(wanted, requests=1)), float(at))
@@ -72,7 +72,7 @@ def test_least_recently_used_version_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_waiting_count_is_that_of_the_last_recent_report() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     demand.note(beat(use(waiting=3)), 0.0)
     demand.note(beat(use(waiting=2), name="r2"), 0.0)
     demand.note(beat(), 0.5)
@@ -83,7 +83,7 @@ def test_the_waiting_count_is_that_of_the_last_recent_report() -> None:
 
 
 def test_failed_load_is_kept_until_a_load_succeeds() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     demand.note(beat(use(failed="tensor_shape: why")), 1.0)
     demand.note(beat(use(requests=1)), 2.0)
     assert demand.failures(SQL)["r1"].reason == "tensor_shape: why"
@@ -93,7 +93,7 @@ def test_failed_load_is_kept_until_a_load_succeeds() -> None:
 
 
 def test_failed_load_is_retried_before_it_expires_and_may_fail_again() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     other = AdapterRef(name="law", digest="b" * 64)
     demand.note(beat(use(failed="once"), use(other, failed="again and again")), 1.0)
     retry_at = 1.0 + REFUSING_S + AGAIN_S / 2
@@ -109,14 +109,14 @@ def test_failed_load_is_retried_before_it_expires_and_may_fail_again() -> None:
     "after", [{"adapters": (SERVED,)}, {"incarnation": 1}, {"state": ReplicaPhase.STOPPED}]
 )
 def test_failed_load_is_dropped_with_its_engine(after: dict[str, Any]) -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     demand.note(beat(use(failed="why")), 1.0)
     demand.note(beat(**after), 2.0)
     assert demand.failures(SQL) == {}
 
 
 def test_lost_replicas_are_dropped() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     demand.note(beat(use(failed="why", waiting=1)), 1.0)
     demand.note(beat(use(failed="why"), name="r2"), 1.0)
     demand.keep(["r2"])
@@ -126,7 +126,7 @@ def test_lost_replicas_are_dropped() -> None:
 
 def test_failures_of_a_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     many = [AdapterRef(name=f"a{i}", digest="c" * 64) for i in range(4)]
     for wanted in many:
         demand.note(beat(use(wanted, failed="why")), 1.0)

@@ -23,12 +23,12 @@ import httpx
 import pytest
 
 from policy.errors import TidegateError, Unreachable
-from policy.wire.controller import AddRequest
+from policy.wire.controller import AddAdapterRequest
 from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdapterStatus
 from serve.controller.client import ControllerClient
 from store.adapters import FILES
-from store.artifact_manifest import Entry, content_digest
+from store.artifact_manifest import ManifestFile, content_digest
 from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document, sim_model
@@ -88,7 +88,7 @@ class Site:
                 file = archive.extractfile(name)
                 assert file is not None
                 data = file.read()
-                entries[name] = Entry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+                entries[name] = ManifestFile(size=len(data), sha256=hashlib.sha256(data).hexdigest())
         return content_digest(entries)
 
 
@@ -125,9 +125,10 @@ def operations(site: Site, draw: random.Random) -> tuple[str, Callable[[], objec
         return name, lambda: client.split_adapter("m", name, weights), after
     path = draw.choice(site.sources)
     entries = {
-        file: Entry(size=0, sha256=hashlib.sha256((path / file).read_bytes()).hexdigest()) for file in FILES
+        file: ManifestFile(size=0, sha256=hashlib.sha256((path / file).read_bytes()).hexdigest())
+        for file in FILES
     }
-    wanted = AddRequest(name=name, source=str(path))
+    wanted = AddAdapterRequest(name=name, source=str(path))
     return name, lambda: client.add_adapter(wanted, lambda line: None), ((content_digest(entries), 1.0),)
 
 
@@ -163,5 +164,7 @@ def test_killed_controller_keeps_names_consistent(site: Site, kills: int) -> Non
     for _ in range(kills):
         one_kill(site, draw)
     # An interrupted operation does not block the next one.
-    alias = site.client.add_adapter(AddRequest(name="last", source=str(site.sources[0])), lambda line: None)
+    alias = site.client.add_adapter(
+        AddAdapterRequest(name="last", source=str(site.sources[0])), lambda line: None
+    )
     assert site.says()["last"] == ((alias.versions[0].digest, 1.0),)

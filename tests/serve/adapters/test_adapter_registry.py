@@ -12,11 +12,11 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError
 from policy.stats.backoff import Backoff
-from policy.wire.adapter_catalog import Alias, Catalog
-from policy.wire.controller import AddRequest
-from serve.adapters.adapter_registry import ADDS_AT_ONCE, AdapterLibrary
-from serve.adapters.add_job_state import AddJob
-from store.progress_report import Progress
+from policy.wire.adapter_catalog import Alias, CatalogSnapshot
+from policy.wire.controller import AddAdapterRequest
+from serve.adapters.adapter_registry import ADDS_AT_ONCE, AdapterRegistry
+from serve.adapters.add_job_state import AddAdapterJob
+from store.progress_report import ProgressLine
 from tests.serve.fake_adapter_store import FakeAdapterStore, new_version
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -34,8 +34,8 @@ def store(tmp_path: Path) -> FakeAdapterStore:
 
 
 @pytest.fixture
-async def library(store: FakeAdapterStore) -> AsyncIterator[AdapterLibrary]:
-    made = AdapterLibrary(lambda: store, 5.0, lambda text: None)
+async def library(store: FakeAdapterStore) -> AsyncIterator[AdapterRegistry]:
+    made = AdapterRegistry(lambda: store, 5.0, lambda text: None)
     made.declare(deployment(*adapted(), tenants=TENANTS))
     await made.open()
     yield made
@@ -44,27 +44,27 @@ async def library(store: FakeAdapterStore) -> AsyncIterator[AdapterLibrary]:
         await adding.done.wait()
 
 
-async def ended(adding: AddJob) -> AddJob:
+async def ended(adding: AddAdapterJob) -> AddAdapterJob:
     await asyncio.wait_for(adding.done.wait(), 60)
     return adding
 
 
-async def added(library: AdapterLibrary, name: str = "sql", source: str = "/a", **over: Any) -> Alias:
-    adding = await ended(library.add(AddRequest(name=name, source=source, **over)))
+async def added(library: AdapterRegistry, name: str = "sql", source: str = "/a", **over: Any) -> Alias:
+    adding = await ended(library.add(AddAdapterRequest(name=name, source=source, **over)))
     assert adding.line.alias is not None, adding.line
     return adding.line.alias
 
 
-async def catalog(library: AdapterLibrary) -> Catalog:
+async def catalog(library: AdapterRegistry) -> CatalogSnapshot:
     _, line = await library.line()
-    return msgspec.json.decode(line, type=Catalog)
+    return msgspec.json.decode(line, type=CatalogSnapshot)
 
 
-async def test_imports_of_one_name_run_in_sequence(library: AdapterLibrary, store: FakeAdapterStore) -> None:
+async def test_imports_of_one_name_run_in_sequence(library: AdapterRegistry, store: FakeAdapterStore) -> None:
     store.gate.clear()
-    first = library.add(AddRequest(name="sql", source="/a"))
-    second = library.add(AddRequest(name="sql", source="/b"))
-    other = library.add(AddRequest(name="law", source="/c"))
+    first = library.add(AddAdapterRequest(name="sql", source="/a"))
+    second = library.add(AddAdapterRequest(name="sql", source="/b"))
+    other = library.add(AddAdapterRequest(name="law", source="/c"))
     while len(store.imported) < 2:  # noqa: ASYNC110 - the threads have no event
         await asyncio.sleep(0.001)
     assert sorted(store.imported) == ["/a", "/c"]
@@ -86,7 +86,7 @@ async def test_imports_of_one_name_run_in_sequence(library: AdapterLibrary, stor
     ],
 )
 async def test_failed_import_changes_nothing(
-    library: AdapterLibrary,
+    library: AdapterRegistry,
     store: FakeAdapterStore,
     failure: Exception | None,
     expected: tuple[str, str, str],
@@ -96,7 +96,7 @@ async def test_failed_import_changes_nothing(
         store.down = expected[2]
     else:
         store.contents["/bad"] = failure
-    error = (await ended(library.add(AddRequest(name="sql", source="/bad")))).line.error
+    error = (await ended(library.add(AddAdapterRequest(name="sql", source="/bad")))).line.error
     assert error is not None
     assert (error.type, error.code, error.message) == expected
     assert (await catalog(library)).aliases == (alias,)
@@ -113,25 +113,25 @@ async def test_failed_import_changes_nothing(
     ],
 )
 async def test_invalid_requests_are_refused_at_once(
-    library: AdapterLibrary, request_: dict[str, Any], kind: type[Exception], says: str
+    library: AdapterRegistry, request_: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
-        library.add(AddRequest(**{"name": "sql", "source": "/a"} | request_))
+        library.add(AddAdapterRequest(**{"name": "sql", "source": "/a"} | request_))
     assert not library.jobs
 
 
 async def test_a_model_must_be_named_unless_exactly_one_takes_adapters(store: FakeAdapterStore) -> None:
-    library = AdapterLibrary(lambda: store, 5.0, lambda text: None)
+    library = AdapterRegistry(lambda: store, 5.0, lambda text: None)
     library.declare(deployment(sim_model()))
     with pytest.raises(TargetError, match="no model takes adapters"):
-        library.add(AddRequest(name="sql", source="/a"))
+        library.add(AddAdapterRequest(name="sql", source="/a"))
     assert (await catalog(library)).aliases == ()
     library.declare(deployment(*adapted("m", "n")))
     with pytest.raises(TargetError, match="model: got none, expected one of m, n"):
-        library.add(AddRequest(name="sql", source="/a"))
+        library.add(AddAdapterRequest(name="sql", source="/a"))
 
 
-async def test_a_rollback_names_a_version(library: AdapterLibrary) -> None:
+async def test_a_rollback_names_a_version(library: AdapterRegistry) -> None:
     await added(library)
     with pytest.raises(ConfigError, match="to: got '1', expected a version such as v1"):
         await library.rollback(SQL, "1")
@@ -142,7 +142,7 @@ async def test_a_rollback_names_a_version(library: AdapterLibrary) -> None:
 @pytest.mark.parametrize(
     "weights", [{"1": 1.0}, {"v0": 1.0}, {"v1": -1.0}, {"v1": float("inf")}, {"v1": 0.0}, {}]
 )
-async def test_invalid_weights_are_refused(library: AdapterLibrary, weights: dict[str, float]) -> None:
+async def test_invalid_weights_are_refused(library: AdapterRegistry, weights: dict[str, float]) -> None:
     await added(library)
     with pytest.raises(ConfigError, match="split: got"):
         await library.split(SQL, weights)
@@ -155,7 +155,7 @@ async def test_the_catalog_waits_for_records(
     alias = store.put(SQL, [new_version("/a", "/a")], None, declared=False)
     store.down = "away"
     events: list[str] = []
-    library = AdapterLibrary(lambda: store, 5.0, events.append)
+    library = AdapterRegistry(lambda: store, 5.0, events.append)
     library.declare(deployment(*adapted()))
     opening = asyncio.create_task(library.open())
     line = asyncio.create_task(library.line())
@@ -164,10 +164,10 @@ async def test_the_catalog_waits_for_records(
     assert not line.done()
     store.down = ""
     await opening
-    assert msgspec.json.decode((await line)[1], type=Catalog).aliases == (alias,)
+    assert msgspec.json.decode((await line)[1], type=CatalogSnapshot).aliases == (alias,)
 
 
-async def test_names_of_a_removed_model_are_hidden(library: AdapterLibrary) -> None:
+async def test_names_of_a_removed_model_are_hidden(library: AdapterRegistry) -> None:
     alias = await added(library)
     library.declare(deployment(sim_model()))
     assert (await catalog(library)).aliases == ()
@@ -175,9 +175,9 @@ async def test_names_of_a_removed_model_are_hidden(library: AdapterLibrary) -> N
     assert (await catalog(library)).aliases == (alias,)
 
 
-async def test_no_file_is_deleted_during_an_import(library: AdapterLibrary, store: FakeAdapterStore) -> None:
+async def test_no_file_is_deleted_during_an_import(library: AdapterRegistry, store: FakeAdapterStore) -> None:
     store.gate.clear()
-    adding = library.add(AddRequest(name="sql", source="/a"))
+    adding = library.add(AddAdapterRequest(name="sql", source="/a"))
     await library.clear({"law@0123"})
     assert store.cleared == []
     store.gate.set()
@@ -187,13 +187,15 @@ async def test_no_file_is_deleted_during_an_import(library: AdapterLibrary, stor
     assert store.cleared == [{"law@0123"}]
 
 
-async def test_slow_servers_delay_no_local_import(library: AdapterLibrary, store: FakeAdapterStore) -> None:
+async def test_slow_servers_delay_no_local_import(library: AdapterRegistry, store: FakeAdapterStore) -> None:
     store.gate.clear()
-    slow = [library.add(AddRequest(name=f"a{i}", source=f"https://h/{i}")) for i in range(ADDS_AT_ONCE + 1)]
+    slow = [
+        library.add(AddAdapterRequest(name=f"a{i}", source=f"https://h/{i}")) for i in range(ADDS_AT_ONCE + 1)
+    ]
     while len(store.imported) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
         await asyncio.sleep(0.001)
-    library.add(AddRequest(name="sql", source="/a"))
-    library.add(AddRequest(name="law", source="file:///b"))
+    library.add(AddAdapterRequest(name="sql", source="/a"))
+    library.add(AddAdapterRequest(name="law", source="file:///b"))
     while len(store.imported) < ADDS_AT_ONCE + 2:  # noqa: ASYNC110 - likewise
         await asyncio.sleep(0.001)
     assert set(store.imported[ADDS_AT_ONCE:]) == {"/a", "file:///b"}
@@ -207,9 +209,9 @@ async def test_slow_servers_delay_no_local_import(library: AdapterLibrary, store
     await asyncio.gather(*map(ended, slow))
 
 
-async def test_pending_import_can_be_removed(library: AdapterLibrary, store: FakeAdapterStore) -> None:
+async def test_pending_import_can_be_removed(library: AdapterRegistry, store: FakeAdapterStore) -> None:
     store.gate.clear()
-    adding = library.add(AddRequest(name="sql", source="https://h/a"))
+    adding = library.add(AddAdapterRequest(name="sql", source="https://h/a"))
     while not store.imported:  # noqa: ASYNC110 - the thread has no event
         await asyncio.sleep(0.001)
     await library.remove(SQL)
@@ -217,10 +219,10 @@ async def test_pending_import_can_be_removed(library: AdapterLibrary, store: Fak
     assert isinstance(adding.error, TargetError)
     assert library.fetching() == {}
     with pytest.raises(TargetError, match="removed"):
-        adding.report(Progress(step="fetch", message="", fraction=0.6))
+        adding.report(ProgressLine(step="fetch", message="", fraction=0.6))
     with pytest.raises(AdapterUnknown):
         await library.remove(SQL)
-    again = library.add(AddRequest(name="sql", source="/b"))
+    again = library.add(AddAdapterRequest(name="sql", source="/b"))
     store.gate.set()
     assert (await ended(again)).line.alias is not None
     assert adding.line.error is not None

@@ -13,11 +13,11 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError, Unreachable
 from policy.types import Replica, ReplicaPhase
-from policy.wire.adapter_catalog import Alias, Catalog, Version
-from policy.wire.controller import AddLine, AddRequest
-from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
+from policy.wire.adapter_catalog import Alias, CatalogSnapshot, CatalogVersion
+from policy.wire.controller import AddAdapterLine, AddAdapterRequest
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, HeartbeatResponse
 from serve.adapters import api
-from serve.adapters.adapter_demand import AdapterDemand
+from serve.adapters.adapter_demand import AdapterDemandTracker
 from serve.adapters.placement_loop import AdapterPlacement
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.controller.client import ControllerClient
@@ -52,10 +52,12 @@ async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def add(client: httpx.AsyncClient, name: str = "sql", source: str = "/a", **over: Any) -> AddLine:
+async def add(
+    client: httpx.AsyncClient, name: str = "sql", source: str = "/a", **over: Any
+) -> AddAdapterLine:
     answer = await client.post("/adapters", json={"name": name, "source": source, **over})
     assert answer.status_code == 200, answer.text
-    return [msgspec.json.decode(line, type=AddLine) for line in answer.text.splitlines()][-1]
+    return [msgspec.json.decode(line, type=AddAdapterLine) for line in answer.text.splitlines()][-1]
 
 
 async def status(client: httpx.AsyncClient) -> AdaptersStatus:
@@ -106,13 +108,13 @@ async def test_progress_is_streamed(
     monkeypatch.setattr(api, "PROGRESS_S", 0.001)
     plane.store.gate.clear()
     library = plane.controller.adapters.library
-    lines = api.progress(library.add(AddRequest(name="sql", source="/a")), library.catalog.revision)
+    lines = api.progress(library.add(AddAdapterRequest(name="sql", source="/a")), library.catalog.revision)
     seen = []
     async for raw in lines:
-        seen.append(msgspec.json.decode(raw, type=AddLine))
+        seen.append(msgspec.json.decode(raw, type=AddAdapterLine))
         if seen[-1].step == "fetch":
             plane.store.gate.set()
-    assert AddLine(step="fetch", message="/a", done=50, total=100) in seen
+    assert AddAdapterLine(step="fetch", message="/a", done=50, total=100) in seen
     assert seen[-1].alias is not None
 
 
@@ -166,21 +168,21 @@ async def test_the_catalog_stream_sends_each_change_and_repeats_the_last_line_as
     monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", 3600.0)
     library = plane.controller.adapters.library
     lines = library.catalog.revision.stream(library.line)
-    first = msgspec.json.decode(await anext(lines), type=Catalog)
+    first = msgspec.json.decode(await anext(lines), type=CatalogSnapshot)
     assert (first.epoch, first.aliases) == (1000.0, ())
     following = asyncio.ensure_future(anext(lines))
     await add(served)
-    second = msgspec.json.decode(await following, type=Catalog)
+    second = msgspec.json.decode(await following, type=CatalogSnapshot)
     assert (second.epoch, second.aliases[0].name) == (1000.0, "sql")
     assert second.version > first.version
     monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", versioned_watch.COALESCE_S)
-    assert msgspec.json.decode(await anext(lines), type=Catalog) == second
+    assert msgspec.json.decode(await anext(lines), type=CatalogSnapshot) == second
     await lines.aclose()
 
 
-async def beat(client: httpx.AsyncClient, sender: Replica, *uses: AdapterUse) -> Orders:
+async def beat(client: httpx.AsyncClient, sender: Replica, *uses: AdapterUse) -> HeartbeatResponse:
     answer = await client.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=sender, uses=uses)))
-    return msgspec.json.decode(answer.content, type=Orders)
+    return msgspec.json.decode(answer.content, type=HeartbeatResponse)
 
 
 async def test_the_state_follows_load_failures_of_replicas(plane: Plane, served: httpx.AsyncClient) -> None:
@@ -262,28 +264,28 @@ def test_client_raises_stream_errors(
 ) -> None:
     client = answering(status_code, msgspec.json.encode({"error": body}) + b"\n")
     with pytest.raises(expected, match="why"):
-        client.add_adapter(AddRequest(name="sql", source="/a"), lambda line: None)
+        client.add_adapter(AddAdapterRequest(name="sql", source="/a"), lambda line: None)
     client.close()
 
 
 def test_interrupted_stream_is_unreachable() -> None:
     # A line of text ends at the second character too, one of NDJSON does not.
-    line = AddLine(step="fetch", message="copying \u2028")
+    line = AddAdapterLine(step="fetch", message="copying \u2028")
     client = answering(200, msgspec.json.encode(line) + b"\n")
-    lines: list[AddLine] = []
+    lines: list[AddAdapterLine] = []
     with pytest.raises(Unreachable, match="ended before it was done"):
-        client.add_adapter(AddRequest(name="sql", source="/a"), lines.append)
+        client.add_adapter(AddAdapterRequest(name="sql", source="/a"), lines.append)
     assert lines == [line]
     client.close()
 
 
 def test_instants_of_the_api_are_unix_seconds() -> None:
-    demand = AdapterDemand()
+    demand = AdapterDemandTracker()
     placing = AdapterPlacement(demand, lambda replica: 1)
     digest = digest_of("/a")
     used = AdapterUse(name="sql", digest=digest, requests=1, failed="why")
     demand.note(Heartbeat(replica=replica("r1"), uses=(used,)), 7.0)
-    version = Version(number=1, digest=digest, rank=8, size=10, source="/a", at=1e9)
+    version = CatalogVersion(number=1, digest=digest, rank=8, size=10, source="/a", at=1e9)
     alias = Alias(model="m", name="sql", revision=1, versions=(version,), split=((1, 1.0),))
     shown = AdapterStatusView([replica("r1")], demand, placing, 10.0, 2e9).of(alias)
     assert shown.last_used == 2e9 - 3.0

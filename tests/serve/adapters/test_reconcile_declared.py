@@ -12,8 +12,8 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.adapter_catalog import Alias
-from policy.wire.controller import AddRequest
-from serve.adapters.adapter_registry import AdapterLibrary
+from policy.wire.controller import AddAdapterRequest
+from serve.adapters.adapter_registry import AdapterRegistry
 from serve.adapters.reconcile_declared import RETRY, DeclaredAdapters
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore, digest_of, unreachable
@@ -29,14 +29,14 @@ class Reconciler:
     state: StateDir
     store: FakeAdapterStore = field(init=False)
     now: float = 0.0
-    library: AdapterLibrary = field(init=False)
+    library: AdapterRegistry = field(init=False)
     declaring: DeclaredAdapters = field(init=False)
 
     def __post_init__(self) -> None:
         self.store = FakeAdapterStore(self.state.root)
 
     async def restart(self, *sources: dict[str, Any]) -> Reconciler:
-        self.library = AdapterLibrary(lambda: self.store, 5.0, lambda text: None)
+        self.library = AdapterRegistry(lambda: self.store, 5.0, lambda text: None)
         self.declaring = DeclaredAdapters(self.library, self.state, lambda: self.now)
         self.declare(sources, applied=False)
         await self.library.open()
@@ -172,7 +172,7 @@ async def test_apply_retries_at_once(reconciler: Reconciler) -> None:
 
 async def test_changes_by_users_are_kept_until_the_declaration_changes(reconciler: Reconciler) -> None:
     await reconciler.restart(source())
-    adding = reconciler.library.add(AddRequest(name="sql", source="hf:org/mine"))
+    adding = reconciler.library.add(AddAdapterRequest(name="sql", source="hf:org/mine"))
     await adding.done.wait()
     await reconciler.settle()
     await reconciler.apply(source())
@@ -225,7 +225,7 @@ async def test_a_name_removed_during_its_import_is_not_added_again(reconciler: R
 async def test_removed_name_may_be_used_by_the_api(reconciler: Reconciler) -> None:
     await reconciler.restart(source())
     await reconciler.declaring.remove(SQL)
-    await reconciler.library.add(AddRequest(name="sql", source="hf:org/mine")).done.wait()
+    await reconciler.library.add(AddAdapterRequest(name="sql", source="hf:org/mine")).done.wait()
     await reconciler.settle()
     await reconciler.restart(source())
     assert reconciler.shares() == {"hf:org/mine": 1.0}
@@ -235,7 +235,7 @@ async def test_removed_name_may_be_used_by_the_api(reconciler: Reconciler) -> No
 
 async def test_names_added_over_the_api_are_kept(reconciler: Reconciler) -> None:
     await reconciler.restart(source())
-    await reconciler.library.add(AddRequest(name="law", source="hf:org/law")).done.wait()
+    await reconciler.library.add(AddAdapterRequest(name="law", source="hf:org/law")).done.wait()
     await reconciler.apply()
     assert reconciler.library.catalog.get(SQL) is None
     assert reconciler.shares(LAW) == {"hf:org/law": 1.0}
@@ -250,7 +250,7 @@ async def test_a_name_undeclared_while_no_controller_ran_is_removed(reconciler: 
 
 async def test_the_last_source_is_served_if_it_changes_during_an_import(reconciler: Reconciler) -> None:
     reconciler.store.gate.clear()
-    reconciler.library = AdapterLibrary(lambda: reconciler.store, 5.0, lambda text: None)
+    reconciler.library = AdapterRegistry(lambda: reconciler.store, 5.0, lambda text: None)
     reconciler.declaring = DeclaredAdapters(reconciler.library, reconciler.state, lambda: reconciler.now)
     reconciler.declare((source(),), applied=False)
     await reconciler.library.open()

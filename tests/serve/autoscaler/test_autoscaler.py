@@ -15,7 +15,7 @@ import pytest
 
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
-from serve.autoscaler.autoscaler import KeptState
+from serve.autoscaler.autoscaler import AutoscalerState
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.autoscaler.decision_journal import DecisionRound
 from serve.controller_api_schema import LoggedDecision, ModelStatus
@@ -380,7 +380,7 @@ async def test_the_state_of_a_removed_model_is_dropped(plane: Plane, tmp_path: P
     assert len(read) == sum(
         isinstance(line, DecisionRound) and "other" in line.decisions for line in scaler.journal.lines()
     )
-    kept = plane.state.load(plane.state.memory_path, KeptState)
+    kept = plane.state.load(plane.state.memory_path, AutoscalerState)
     assert kept is not None
     assert set(kept.memories) == set(kept.policies) == {"m"}
 
@@ -425,7 +425,7 @@ class Slow:
 
 
 def remembered(plane: Plane) -> int:
-    kept = plane.state.load(plane.state.memory_path, KeptState)
+    kept = plane.state.load(plane.state.memory_path, AutoscalerState)
     assert kept is not None
     return msgspec.convert(kept.memories["m"].policy, int)
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.scaling.policies.registry import NAMES
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from serve.autoscaler import decision_history
 from serve.autoscaler.decision_history import COLUMNS, DAY_S, DecisionHistory, ModelHistory
-from serve.autoscaler.decision_journal import DecisionRound, Journal, Policies
+from serve.autoscaler.decision_journal import DecisionJournal, DecisionRound, JournaledPolicies
 from tests.tidegate.decisions import DEMAND, SIGNALS, decision, situation
 
 BEGAN = 1_000_020.0
@@ -135,16 +135,16 @@ def test_a_removed_model_is_forgotten(history: DecisionHistory) -> None:
 
 
 def test_a_restart_continues_with_the_last_day_on_disk(history: DecisionHistory, tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "decisions.jsonl")
+    journal = DecisionJournal(tmp_path / "decisions.jsonl")
     for day, count in ((-2 * DAY_S, 1), (-600.0, 2), (-60.0, 3)):
         at = BEGAN + day
         made = decision(at=at, model="sim", count=count, was_count=count - 1, clips=())
         journal.put(
             DecisionRound(
                 at=at,
-                policies={"sim": Policies(live="static")},
+                policies={"sim": JournaledPolicies(live="static")},
                 situations={"sim": situation(at=at, model="sim")},
-                budget=Budget(),
+                budget=ResourceBudget(),
                 decisions={"sim": made},
             )
         )

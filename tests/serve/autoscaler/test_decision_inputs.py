@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policy.engine.builtin_profiles import profile, shipped
-from policy.engine.performance_model import EngineModel, Limits, Timing
+from policy.engine.performance_model import BatchLimits, EngineModel, Timing
 from policy.engine.prefill_estimate import GENERIC
 from policy.engine.step_samples import StepSample
 from policy.scaling.decision_types import ModeOption
@@ -40,7 +40,7 @@ def test_profile_follows_degree_and_speed() -> None:
 
 def test_engine_arguments_limit_concurrency() -> None:
     assert of().limits.max_num_seqs == 256
-    assert of(engine_args={"max_num_seqs": 8, "max_num_batched_tokens": 64}).limits == Limits(
+    assert of(engine_args={"max_num_seqs": 8, "max_num_batched_tokens": 64}).limits == BatchLimits(
         max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=SMALL.base_limits.kv_tokens
     )
     shapes = {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}}
@@ -66,7 +66,7 @@ def test_limits_follow_engine_arguments_as_in_vllm(args: dict[str, Any], limits:
 async def test_reported_timing_replaces_the_profile(plane: Plane) -> None:
     await plane.ready(document(sim_model(control={"tick_s": 1})))
     (replica,) = plane.cluster.replicas.values()
-    reported = Timing(limits=Limits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
+    reported = Timing(limits=BatchLimits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
     plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(timing=reported)))
     await Traffic(plane).run(8, m=1.0)
     timing = options(plane)["multi-replica"].timing

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config.deployment import Budget
-from policy.scaling.decision_types import Memory
-from serve.autoscaler.decision_journal import DecisionRound, Journal, Line, Policies
+from policy.config.deployment import ResourceBudget
+from policy.scaling.decision_types import DecisionMemory
+from serve.autoscaler.decision_journal import DecisionJournal, DecisionRound, JournaledPolicies, Line
 from serve.autoscaler.policies import policies_for
 from store import log_file
 from tests.policy.control_play import replayed
@@ -26,34 +26,34 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def log(path: Path) -> Journal:
-    return Journal(path)
+def log(path: Path) -> DecisionJournal:
+    return DecisionJournal(path)
 
 
 def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> DecisionRound:
     decided = decision(at=at, model=model, count=count, was_count=count, clips=(), **over)
-    remembered = situation(at=at, model=model, memory=Memory(policy={"level": at}))
+    remembered = situation(at=at, model=model, memory=DecisionMemory(policy={"level": at}))
     return DecisionRound(
         at=at,
-        policies={model: Policies(live="static")},
+        policies={model: JournaledPolicies(live="static")},
         situations={model: remembered},
-        budget=Budget(),
+        budget=ResourceBudget(),
         decisions={model: decided},
     )
 
 
-def written(log: Journal) -> list[float]:
+def written(log: DecisionJournal) -> list[float]:
     log.flush()
     return [line.at for line in log.lines()]
 
 
-def test_unchanged_rounds_are_written_once_a_minute(log: Journal) -> None:
+def test_unchanged_rounds_are_written_once_a_minute(log: DecisionJournal) -> None:
     for second in range(0, 130, 5):
         log.put(made(1000.0 + second))
     assert written(log) == [1120.0, 1060.0, 1000.0]
 
 
-def test_changes_are_written_at_once(log: Journal) -> None:
+def test_changes_are_written_at_once(log: DecisionJournal) -> None:
     log.put(made(1000.0))
     log.put(made(1005.0))
     log.put(made(1010.0, count=5))
@@ -67,17 +67,17 @@ def test_changes_are_written_at_once(log: Journal) -> None:
     assert written(log)[:2] == [1035.0, 1030.0]
 
 
-def test_policy_memory_is_written_and_skipped_by_readers(log: Journal) -> None:
+def test_policy_memory_is_written_and_skipped_by_readers(log: DecisionJournal) -> None:
     log.put(made(1000.0))
     (line,) = _lines(log)
     assert isinstance(line, DecisionRound)
     assert line.situations["sim"].memory.policy == {"level": 1000.0}
     (seen,) = log.read(last=5)
-    assert seen.situation.memory == Memory()
+    assert seen.situation.memory == DecisionMemory()
     assert seen.decision == line.decisions["sim"]
 
 
-def test_read_back_from_now_or_an_instant(log: Journal) -> None:
+def test_read_back_from_now_or_an_instant(log: DecisionJournal) -> None:
     for second in (0, 70, 140):
         log.put(made(1000.0 + second))
         log.put(made(1001.0 + second, model="other"))
@@ -89,7 +89,7 @@ def test_read_back_from_now_or_an_instant(log: Journal) -> None:
     assert log.read(last=3, model="none") == []
 
 
-def test_unwritten_decisions_are_read_in_order(log: Journal) -> None:
+def test_unwritten_decisions_are_read_in_order(log: DecisionJournal) -> None:
     log.put(made(1000.0))
     log.put(made(1005.0))
     log.put(made(1010.0, model="other"))
@@ -99,7 +99,7 @@ def test_unwritten_decisions_are_read_in_order(log: Journal) -> None:
 
 @pytest.mark.parametrize("block", [1, 7, 100_000])
 def test_the_log_is_read_from_its_end(path: Path, block: int) -> None:
-    log = Journal(path, block_bytes=block)
+    log = DecisionJournal(path, block_bytes=block)
     path.write_bytes(b'{"half\n' + b"".join(msgspec.json.encode(made(float(i))) + b"\n" for i in (1, 2)))
     assert [line.at for line in _lines(log)] == [2.0, 1.0]
     with path.open("ab") as file:
@@ -109,7 +109,7 @@ def test_the_log_is_read_from_its_end(path: Path, block: int) -> None:
 
 def test_files_are_rotated_and_read_across(path: Path) -> None:
     size = len(msgspec.json.encode(made(1000.0))) + 1
-    log = Journal(path, max_bytes=3 * size)
+    log = DecisionJournal(path, max_bytes=3 * size)
     for i in range(40):
         log.put(made(1000.0 + i, count=i % 2))
         log.flush()
@@ -119,18 +119,18 @@ def test_files_are_rotated_and_read_across(path: Path) -> None:
     assert [each.decision.at for each in log.read(last=5)] == [1039.0, 1038.0, 1037.0, 1036.0, 1035.0]
 
 
-def test_an_incomplete_last_line_is_skipped(path: Path, log: Journal) -> None:
+def test_an_incomplete_last_line_is_skipped(path: Path, log: DecisionJournal) -> None:
     log.put(made(1000.0))
     log.flush()
     with path.open("ab") as file:
         file.write(b'{"type":"round","at":10')
-    again = Journal(path)
+    again = DecisionJournal(path)
     again.put(made(1100.0))
     assert written(again) == [1100.0, 1000.0]
 
 
 def test_an_unwritable_disk_stops_no_decision(tmp_path: Path) -> None:
-    log = Journal(tmp_path / "file" / "decisions.jsonl")
+    log = DecisionJournal(tmp_path / "file" / "decisions.jsonl")
     (tmp_path / "file").write_text("in the way")
     log.put(made(1000.0))
     log.flush()
@@ -161,6 +161,6 @@ async def test_journal_replays_bit_for_bit(plane: Plane, tmp_path: Path) -> None
         assert msgspec.json.encode(again) == msgspec.json.encode(line.decisions)
 
 
-def _lines(log: Journal) -> list[Line]:
+def _lines(log: DecisionJournal) -> list[Line]:
     log.flush()
     return list(log.lines())

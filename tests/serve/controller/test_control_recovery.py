@@ -11,7 +11,7 @@ import pytest
 
 from policy.errors import ActuatorFailed
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator.interface import Held
+from serve.actuator.interface import ActuatorLayer
 from serve.autoscaler import autoscaler
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.controller import controller
@@ -191,7 +191,7 @@ async def test_the_control_loop_continues_after_errors(
     await plane.up(document())
     layers, errors = MemoryActuator.layers, iter(failures)
 
-    async def fail_at_first(self: MemoryActuator) -> Mapping[LayerKey, Held]:
+    async def fail_at_first(self: MemoryActuator) -> Mapping[LayerKey, ActuatorLayer]:
         if (error := next(errors, None)) is not None:
             raise error
         return await layers(self)

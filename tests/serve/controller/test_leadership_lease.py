@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from policy.errors import NotLeader, Unreachable
-from policy.leader_election import Lease
+from policy.leader_election import LeaderLease
 from policy.wire.headers import SECRET_HEADER
 from serve.controller.leadership_lease import Leadership
-from serve.controller.standby_controller import ElectedApp
+from serve.controller.standby_controller import ElectedControllerApp
 from tests.gateway.worker import until
 
 
@@ -19,15 +19,15 @@ class Store:
     """A lease in memory that may be away."""
 
     def __init__(self) -> None:
-        self.lease: Lease | None = None
+        self.lease: LeaderLease | None = None
         self.away = False
 
-    def read(self) -> Lease | None:
+    def read(self) -> LeaderLease | None:
         if self.away:
             raise Unreachable("the store is away")
         return self.lease
 
-    def replace(self, seen: Lease | None, new: Lease) -> bool:
+    def replace(self, seen: LeaderLease | None, new: LeaderLease) -> bool:
         if self.read() != seen:
             return False
         self.lease = new
@@ -72,7 +72,7 @@ async def test_a_leader_that_cannot_renew_is_deposed_and_another_one_leads() -> 
 
 
 async def asked(leadership: Leadership, path: str) -> tuple[int, str]:
-    transport = httpx.ASGITransport(ElectedApp(leadership, asyncio.Event(), "s"))
+    transport = httpx.ASGITransport(ElectedControllerApp(leadership, asyncio.Event(), "s"))
     async with httpx.AsyncClient(transport=transport, base_url="http://c") as client:
         assert (await client.get("/livez")).json() == {"ok": True}
         # A stand-by is ready once it knows who leads.

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.types import Load, ReplicaPhase
+from policy.types import ReplicaLoad, ReplicaPhase
 from policy.wire.controller_reports import EngineReport, GatewayReport, GpuReport, ModelReport
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.metric_definitions import ADAPTERS, CONTROL, PROCESSES, REPLICAS, Samples
@@ -28,7 +28,7 @@ async def collected(plane: Plane) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def beat(plane: Plane, **over: Any) -> None:
-    load = Load(at=0.0, running=3, waiting=1, in_flight=4, bound=8, kv_used=0.5, tokens=700)
+    load = ReplicaLoad(at=0.0, running=3, waiting=1, in_flight=4, bound=8, kv_used=0.5, tokens=700)
     power = GpuReport(watts=250.0, joules=9e4, celsius=61.0, reasons=0x40, xid=79, clock_mhz=900, nvlink_rx=5)
     engine = EngineReport(deferred=1, preempted=2)
     running = replica(load=load, **over)

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
-from policy.scaling.decision_types import Override
-from policy.types import Fleet, Priority, ReplicaPhase
-from policy.wire.controller_reports import GatewayReport, Waiting, WorkerDetail
+from policy.scaling.decision_types import ModeOverride
+from policy.types import FleetSnapshot, Priority, ReplicaPhase
+from policy.wire.controller_reports import GatewayReport, WaitingRequests, WorkerDetail
 from policy.wire.headers import SECRET_HEADER
 from serve.controller import routes
 from serve.controller.client import ControllerClient
@@ -66,7 +66,7 @@ async def test_every_route_requires_the_secret(
 
 async def test_livez_fleet_and_status_return_the_state(plane: Plane, served: httpx.AsyncClient) -> None:
     assert (await served.get("/livez")).json() == {"ok": True}
-    fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
+    fleet = msgspec.json.decode((await served.get("/fleet")).content, type=FleetSnapshot)
     assert fleet == plane.controller.fleet()
     assert [replica.state for replica in fleet.replicas] == [ReplicaPhase.READY]
     status = msgspec.json.decode((await served.get("/status")).content, type=ControllerStatus)
@@ -115,7 +115,7 @@ async def test_a_change_waits_until_a_restarted_controller_knows_what_runs(
 async def test_overrides_expire_and_are_cleared(plane: Plane, served: httpx.AsyncClient) -> None:
     answer = await served.post("/scale", json={"model": "m", "replicas": 2, "for_s": 60})
     status = msgspec.json.decode(answer.content, type=ModelStatus)
-    assert status.override == Override(mode="multi-replica", count=2, until=plane.now + 60)
+    assert status.override == ModeOverride(mode="multi-replica", count=2, until=plane.now + 60)
     assert status.decided_by == "by hand"
     answer = await served.post("/scale", json={"model": "m", "replicas": "auto"})
     assert msgspec.json.decode(answer.content, type=ModelStatus).override is None
@@ -164,7 +164,7 @@ async def test_live_has_the_details_of_workers_while_it_is_read(
         """A worker's report with a detail; returns whether the controller wants one."""
         detail = WorkerDetail(
             routes=({"at": plane.now + waits, "replica": worker},),
-            waiting=(Waiting(model="m", priority=Priority.BATCH, tenant="night", requests=waits),),
+            waiting=(WaitingRequests(model="m", priority=Priority.BATCH, tenant="night", requests=waits),),
         )
         report = GatewayReport(worker=worker, number=number, since_s=9.0, detail=detail)
         answer = await served.post("/signals", content=msgspec.json.encode(report))
@@ -241,13 +241,13 @@ async def test_stream_coalesces_changes(plane: Plane, monkeypatch: pytest.Monkey
     monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", 3600.0)
     await plane.ready(document())
     lines = routes.snapshots(plane.controller)
-    first = msgspec.json.decode(await anext(lines), type=Fleet)
+    first = msgspec.json.decode(await anext(lines), type=FleetSnapshot)
     assert len(first.replicas) == 1
     following = asyncio.ensure_future(anext(lines))
     await asyncio.sleep(0)
     plane.controller.scale("m", 3)
     await plane.ticks()
-    second = msgspec.json.decode(await following, type=Fleet)
+    second = msgspec.json.decode(await following, type=FleetSnapshot)
     assert (len(second.replicas), second.models[0].target) == (3, 3)
     assert second.version > first.version + 1
     await lines.aclose()
@@ -258,7 +258,7 @@ async def test_stream_repeats_without_changes(plane: Plane, monkeypatch: pytest.
     monkeypatch.setattr(versioned_watch, "HEARTBEAT_S", versioned_watch.COALESCE_S)
     await plane.up(document())
     lines = routes.snapshots(plane.controller)
-    first, second = [msgspec.json.decode(await anext(lines), type=Fleet) for _ in range(2)]
+    first, second = [msgspec.json.decode(await anext(lines), type=FleetSnapshot) for _ in range(2)]
     assert first.version == second.version
     await lines.aclose()
 

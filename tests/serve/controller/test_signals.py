@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from policy.types import Load
+from policy.types import ReplicaLoad
 from policy.wire.controller_reports import EngineReport, GatewayReport, GpuReport, ModelReport
 from policy.wire.heartbeat import Heartbeat
 from tests.serve.plane import Plane
@@ -38,7 +38,7 @@ async def test_gateway_reports_reach_the_aggregator(plane: Plane, served: httpx.
 
 
 async def test_heartbeats_reach_the_aggregator(plane: Plane, served: httpx.AsyncClient) -> None:
-    running = replica(load=Load(at=0.0, running=3))
+    running = replica(load=ReplicaLoad(at=0.0, running=3))
     beat = Heartbeat(replica=running, engine=EngineReport(deferred=2), gpus=GpuReport(watts=250.0))
     assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
     (seen,) = plane.controller.aggregator.signals("m", plane.monotonic() + 1.0).replicas

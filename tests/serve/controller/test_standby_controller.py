@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from serve.controller.leadership_lease import Leadership
-from serve.controller.standby_controller import Elected
+from serve.controller.standby_controller import ElectedController
 from store.database import Database
-from store.election.database_state_dir import LeaderState
+from store.election.database_state_dir import DatabaseStateDir
 from tests.gateway.worker import until
 from tests.ports import free_ports
 from tests.serve.controller.test_leadership_lease import Store
@@ -52,12 +52,12 @@ class Site:
         addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
         for address in addresses:
             root = self.root / address
-            LeaderState(root, self.database, 0).ensure()
+            DatabaseStateDir(root, self.database, 0).ensure()
             leadership = Leadership(self.store, address, LEASE_S, wall=time.time, monotonic=time.monotonic)
             (root / "deployment.json").write_text(json.dumps(document()))
-            elected = Elected(
+            elected = ElectedController(
                 leadership,
-                state_of=lambda term, root=root: LeaderState(root, self.database, term),
+                state_of=lambda term, root=root: DatabaseStateDir(root, self.database, term),
                 actuator_of=lambda state: Ending(self, state.term),
                 fence=None, secret="s", address=address, listen=address, addresses=",".join(addresses),
             )  # fmt: skip

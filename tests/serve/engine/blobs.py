@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from store.adapters import CONFIG, WEIGHTS
-from store.adapters.blobs import Blobs
+from store.adapters.blobs import AdapterBlobStore
 
 
 def publish(root: Path, files: Mapping[str, bytes]) -> str:
     """Put the files in the place of their digest below ``root``, and return that."""
-    blobs = Blobs(root)
+    blobs = AdapterBlobStore(root)
     with blobs.work() as work:
         part = work / "adapter"
         part.mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from policy.engine.performance_model import Limits, Timing
+from policy.engine.performance_model import BatchLimits, Timing
 from policy.errors import AdapterRefused, PreconditionFailed
 from policy.routing.engine_prefix_index import KvBlockIndex
 from policy.wire.headers import REFUSAL_HEADER
@@ -18,11 +18,11 @@ from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import EngineStats
-from serve.engine.request_guard import Guard
+from serve.engine.request_guard import RequestGuard
 from tests.clock import Clock
 from tests.serve.sim_driver import OpenRequest, until
 
-TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
+TIMING = Timing(limits=BatchLimits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 
 
 def digest(letter: str) -> str:
@@ -119,7 +119,7 @@ class Request(OpenRequest):
 
     def __init__(
         self,
-        guard: Guard,
+        guard: RequestGuard,
         method: str,
         path: str,
         headers: dict[str, str],

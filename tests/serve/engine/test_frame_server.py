@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from policy.wire import frames
 from policy.wire.frames import MAX_PAYLOAD, WINDOW_BYTES, FrameDecoder, FrameEncoder, Record
-from serve.engine.engine_server import ReplicaProtocol
+from serve.engine.engine_server import HttpOrFramesProtocol
 from serve.engine.frame_server import MAX_KEPT
 from serve.engine.interface import WRITER, ASGIApp, Receive, ResponseWriter, Scope, Send
 from tests.frame_pair import EVENTS, SECRET, Pair, Wire, written
@@ -43,7 +43,7 @@ class Port:
         self.state = ServerState()
         config = uvicorn.Config(app, log_config=None)
         self._encoder, self._decoder = FrameEncoder(), FrameDecoder()
-        made = ReplicaProtocol(app, SECRET, config=config, server_state=self.state, app_state={})
+        made = HttpOrFramesProtocol(app, SECRET, config=config, server_state=self.state, app_state={})
         self.wire.set_protocol(made)
         made.connection_made(cast("asyncio.Transport", self.wire))
 

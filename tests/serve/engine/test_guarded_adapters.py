@@ -14,12 +14,12 @@ from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
 from policy.wire.headers import ADAPTER_HEADER, PREFILL_HEADER, SECRET_HEADER
 from serve.engine.interface import Receive, Scope, Send
-from serve.engine.request_guard import Guard
+from serve.engine.request_guard import RequestGuard
 from tests.serve.engine.fakes import Replica, Request, digest, quiet, replica, served
 from tests.serve.sim_driver import until
 
 
-def post(guard: Guard, adapter: str | None, body: tuple[bytes, ...] = (b"{}",)) -> Request:
+def post(guard: RequestGuard, adapter: str | None, body: tuple[bytes, ...] = (b"{}",)) -> Request:
     headers = {SECRET_HEADER: "s", PREFILL_HEADER: "100"}
     if adapter is not None:
         headers[ADAPTER_HEADER] = adapter
@@ -53,7 +53,7 @@ def named(letter: str) -> str:
     return f"{letter}@{digest(letter)}"
 
 
-Guarded = tuple[Replica, Guard, App]
+Guarded = tuple[Replica, RequestGuard, App]
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ async def guarded(slots: int) -> AsyncIterator[Guarded]:
     async with replica(slots) as there:
         app: Any = App(there)
         there.engine.app = app  # type: ignore[method-assign]
-        guard = Guard(there.engine, there.adapters, secret="s", bound=8, clock=there.clock)
+        guard = RequestGuard(there.engine, there.adapters, secret="s", bound=8, clock=there.clock)
         guard.become(ReplicaPhase.READY)
         yield there, guard, app
 

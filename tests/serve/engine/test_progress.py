@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from policy.errors import EngineFailed
-from serve.engine.engine_server import Progress
+from serve.engine.engine_server import EngineWatchdog
 
 
 def test_only_an_engine_with_requests_must_make_steps() -> None:
-    progress = Progress(0.0)
+    progress = EngineWatchdog(0.0)
     for now in range(100):
         progress.check(now, True, float(now), 10.0)
     for now in range(100, 200):

@@ -19,7 +19,7 @@ from policy.wire.load_stream import PROFILE
 from serve.engine import request_guard, response_guard
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.interface import ALLOWED, NAMED, EngineStats, Receive, Scope, Send
-from serve.engine.request_guard import MAX_PREFIXES, Guard
+from serve.engine.request_guard import MAX_PREFIXES, RequestGuard
 from tests.clock import Clock
 from tests.serve.engine.fakes import TIMING, FakeEngine, FakeFiles, Request
 
@@ -61,8 +61,8 @@ class Held(FakeEngine):
         return ("sql",)
 
 
-def guarded(engine: Held, bound: int = 2, clock: Callable[[], float] = lambda: 42.0) -> Guard:
-    return Guard(engine, AdapterLoader(engine, FakeFiles()), secret="s", bound=bound, clock=clock)
+def guarded(engine: Held, bound: int = 2, clock: Callable[[], float] = lambda: 42.0) -> RequestGuard:
+    return RequestGuard(engine, AdapterLoader(engine, FakeFiles()), secret="s", bound=bound, clock=clock)
 
 
 @pytest.fixture
@@ -71,20 +71,20 @@ def engine() -> Held:
 
 
 @pytest.fixture
-def guard(engine: Held) -> Guard:
+def guard(engine: Held) -> RequestGuard:
     made = guarded(engine)
     made.become(ReplicaPhase.READY)
     return made
 
 
 @pytest.fixture
-async def client(guard: Guard) -> AsyncIterator[httpx.AsyncClient]:
+async def client(guard: RequestGuard) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://r", headers=SECRET) as made:
         yield made
 
 
-async def in_flight(guard: Guard, count: int) -> None:
+async def in_flight(guard: RequestGuard, count: int) -> None:
     while guard.line().load.in_flight != count:  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0)
 
@@ -123,7 +123,9 @@ async def test_a_secret_is_required(engine: Held, client: httpx.AsyncClient, giv
         ("POST", "/internal/load"),
     ],
 )
-async def test_unlisted_paths_reach_no_engine(engine: Held, guard: Guard, method: str, path: str) -> None:
+async def test_unlisted_paths_reach_no_engine(
+    engine: Held, guard: RequestGuard, method: str, path: str
+) -> None:
     request = Request(guard, method, path, SECRET)
     await request.task
     assert request.refusal[:2] == (404, "not_found")
@@ -137,7 +139,9 @@ async def test_listed_paths_reach_the_engine(engine: Held, client: httpx.AsyncCl
     assert sorted(engine.reached) == sorted(f"{method} {path}" for method, path in ALLOWED)
 
 
-async def test_requests_over_bound_are_refused(engine: Held, guard: Guard, client: httpx.AsyncClient) -> None:
+async def test_requests_over_bound_are_refused(
+    engine: Held, guard: RequestGuard, client: httpx.AsyncClient
+) -> None:
     held = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
     await in_flight(guard, 2)
     answer = await client.post(CHAT)
@@ -150,7 +154,9 @@ async def test_requests_over_bound_are_refused(engine: Held, guard: Guard, clien
     assert (await client.post(CHAT)).status_code == 200
 
 
-async def test_draining_finishes_old_requests(engine: Held, guard: Guard, client: httpx.AsyncClient) -> None:
+async def test_draining_finishes_old_requests(
+    engine: Held, guard: RequestGuard, client: httpx.AsyncClient
+) -> None:
     held = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
     guard.become(ReplicaPhase.DRAINING)
@@ -166,7 +172,7 @@ async def test_draining_finishes_old_requests(engine: Held, guard: Guard, client
     assert guard.state is ReplicaPhase.DRAINING
 
 
-async def test_a_request_given_back_is_refused_unless_its_answer_has_begun(guard: Guard) -> None:
+async def test_a_request_given_back_is_refused_unless_its_answer_has_begun(guard: RequestGuard) -> None:
     """The gateway sends what was refused to another replica, at no charge and without a suspicion."""
     waiting = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
@@ -177,7 +183,7 @@ async def test_a_request_given_back_is_refused_unless_its_answer_has_begun(guard
     assert (guard.state, guard.line().load.in_flight) == (ReplicaPhase.DRAINING, 0)
 
 
-async def test_an_answer_that_has_begun_ends_when_it_is_given_back(engine: Held, guard: Guard) -> None:
+async def test_an_answer_that_has_begun_ends_when_it_is_given_back(engine: Held, guard: RequestGuard) -> None:
     begun = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,7 +203,7 @@ async def test_an_answer_that_has_begun_ends_when_it_is_given_back(engine: Held,
 
 @pytest.mark.parametrize("status", [200, 500])
 async def test_an_engine_failure_ends_open_requests_with_503(
-    engine: Held, guard: Guard, client: httpx.AsyncClient, status: int
+    engine: Held, guard: RequestGuard, client: httpx.AsyncClient, status: int
 ) -> None:
     engine.status = status
     held = Request(guard, "POST", CHAT, SECRET)
@@ -223,7 +229,7 @@ async def test_only_the_canary_is_served_while_starting(engine: Held, client: ht
     assert canary.sent[0]["status"] == 200
 
 
-async def test_an_exception_decrements_the_in_flight_count(engine: Held, guard: Guard) -> None:
+async def test_an_exception_decrements_the_in_flight_count(engine: Held, guard: RequestGuard) -> None:
     engine.fail = True
     engine.go.set()
     request = Request(guard, "POST", CHAT, SECRET)
@@ -233,7 +239,7 @@ async def test_an_exception_decrements_the_in_flight_count(engine: Held, guard: 
 
 
 @pytest.mark.parametrize("how", ["leave", "cancel"])
-async def test_a_disconnect_decrements_the_in_flight_count(guard: Guard, how: str) -> None:
+async def test_a_disconnect_decrements_the_in_flight_count(guard: RequestGuard, how: str) -> None:
     requests = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
     await in_flight(guard, 2)
     for request in requests:
@@ -242,7 +248,7 @@ async def test_a_disconnect_decrements_the_in_flight_count(guard: Guard, how: st
     assert guard.line().load.in_flight == 0
 
 
-async def test_a_load_line_has_the_counts_of_engine_and_guard(guard: Guard) -> None:
+async def test_a_load_line_has_the_counts_of_engine_and_guard(guard: RequestGuard) -> None:
     request = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
     line = guard.line()
@@ -259,7 +265,9 @@ def loads(request: Request) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_a_burst_is_one_load_line(engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_is_one_load_line(
+    engine: Held, guard: RequestGuard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
     monkeypatch.setattr(request_guard, "COALESCE_S", WAIT_S)
     stream = Request(guard, "GET", "/internal/load", SECRET)
@@ -283,7 +291,7 @@ def announcing(tokens: str, prefix: str = "") -> dict[str, str]:
     return {**SECRET, headers.PREFILL_HEADER: tokens, headers.PREFIX_HEADER: prefix}
 
 
-async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held, guard: Guard) -> None:
+async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held, guard: RequestGuard) -> None:
     held = [Request(guard, "POST", CHAT, announcing(tokens)) for tokens in ("100", "30")]
     await in_flight(guard, 2)
     assert guard.line().load.pending_tokens == 130
@@ -295,7 +303,7 @@ async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held,
     assert guard.line().load.pending_tokens == 0
 
 
-async def test_the_first_byte_of_a_stream_ends_its_pending_prefill(guard: Guard, engine: Held) -> None:
+async def test_the_first_byte_of_a_stream_ends_its_pending_prefill(guard: RequestGuard, engine: Held) -> None:
     more = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -383,7 +391,7 @@ async def test_computed_prompts_are_not_pending_before_the_first_byte(engine: He
 
 
 @pytest.mark.parametrize("tokens", ["", "-5", "1e3", "9" * 5000, "\xb2"])
-async def test_an_invalid_announcement_is_ignored(engine: Held, guard: Guard, tokens: str) -> None:
+async def test_an_invalid_announcement_is_ignored(engine: Held, guard: RequestGuard, tokens: str) -> None:
     engine.go.set()
     request = Request(guard, "POST", CHAT, announcing(tokens, "zz,1"))
     await in_flight(guard, 1)
@@ -393,7 +401,7 @@ async def test_an_invalid_announcement_is_ignored(engine: Held, guard: Guard, to
 
 
 async def test_a_load_stream_sends_timing_once_and_the_latest_prefixes(
-    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
+    engine: Held, guard: RequestGuard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
     engine.go.set()

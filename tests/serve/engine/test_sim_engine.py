@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from policy.config.deployment import Sim
+from policy.config.deployment import SimConfig
 from policy.errors import ConfigError, EngineFailed
 from serve.engine.interface import Engine
 from serve.engine.sim.engine import create
@@ -214,4 +214,4 @@ async def test_invalid_engine_arguments_are_refused(engine_args: dict[str, Any],
 
 async def test_an_unknown_profile_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sim\.profile"):
-        await create(msgspec.structs.replace(spec(), sim=Sim(profile="abacus")))
+        await create(msgspec.structs.replace(spec(), sim=SimConfig(profile="abacus")))

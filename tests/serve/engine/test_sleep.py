@@ -11,7 +11,7 @@ from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
 from policy.wire.headers import CANARY_HEADER
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.request_guard import Guard
+from serve.engine.request_guard import RequestGuard
 from serve.engine.sleep import SleepControl
 from tests.serve.engine.fakes import FakeFiles, Request, wanted
 from tests.serve.engine.test_request_guard import CHAT, SECRET, Held, in_flight
@@ -47,7 +47,7 @@ class Harness:
     def __init__(self) -> None:
         self.engine = SleepingEngine()
         self.adapters = AdapterLoader(self.engine, FakeFiles())
-        self.guard = Guard(self.engine, self.adapters, secret="s", bound=4, clock=lambda: 42.0)
+        self.guard = RequestGuard(self.engine, self.adapters, secret="s", bound=4, clock=lambda: 42.0)
         self.guard.become(READY)
         self.canary: Callable[[], None] = lambda: self.engine.calls.append("answer")
         self.timeout_s = LONG_S

@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
-from policy.engine.performance_model import EngineModel, Limits
+from policy.engine.performance_model import BatchLimits, EngineModel
 from policy.engine.step_samples import StepSample
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import Heartbeat
-from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.pseudo_tokenizer import Output, Prompt
+from serve.engine.sim.metrics import SimEngineMetrics
+from serve.engine.sim.pseudo_tokenizer import GeneratedText, TokenizedPrompt
 from serve.engine.sim.step_loop import StepLoop
 from serve.engine.step_stats import MOST, StepStats, merge
 
@@ -66,7 +66,7 @@ def test_a_report_of_many_steps_stays_small() -> None:
     assert sum(each.count for each in report.steps) == 4999
     replica = Replica(
         id="some-model-some-shape-g1-abcdef", model="some-model", shape="some-shape", generation=1,
-        state=ReplicaPhase.READY, load=Load(at=1.7e9), url="http://10.0.0.1:40123",
+        state=ReplicaPhase.READY, load=ReplicaLoad(at=1.7e9), url="http://10.0.0.1:40123",
         adapters=("sql@" + "a" * 12,),
     )  # fmt: skip
     assert len(msgspec.json.encode(Heartbeat(replica=replica, engine=report))) < 2048
@@ -81,16 +81,16 @@ def test_unsent_reports_are_merged() -> None:
 
 
 async def finish(loop: StepLoop, prompt: int, output: int) -> None:
-    outputs = [Output(deltas=["a"] * output, finish_reason="length")]
-    await loop.submit("m", [Prompt.of_ids(range(prompt))], outputs, salt=0).finish()
+    outputs = [GeneratedText(deltas=["a"] * output, finish_reason="length")]
+    await loop.submit("m", [TokenizedPrompt.of_ids(range(prompt))], outputs, salt=0).finish()
 
 
 MODEL = EngineModel(o=0.002, w=0.002, c=1e-5, g=0.0, r=0.0)
 
 
 async def test_the_simulated_engine_reports_its_real_steps() -> None:
-    limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=1000)
-    loop = StepLoop(MODEL, limits, 1.0, Metrics("m"))
+    limits = BatchLimits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=1000)
+    loop = StepLoop(MODEL, limits, 1.0, SimEngineMetrics("m"))
     try:
         await asyncio.gather(finish(loop, 100, 20), finish(loop, 10, 20))
         samples = loop.took.take()
@@ -105,8 +105,8 @@ async def test_the_simulated_engine_reports_its_real_steps() -> None:
 
 
 async def test_the_simulated_engine_counts_preemptions() -> None:
-    limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=40)
-    loop = StepLoop(MODEL, limits, 1e6, Metrics("m"))
+    limits = BatchLimits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=40)
+    loop = StepLoop(MODEL, limits, 1e6, SimEngineMetrics("m"))
     try:
         await asyncio.gather(finish(loop, 18, 10), finish(loop, 20, 4))
         assert loop.stats().preempted == 1

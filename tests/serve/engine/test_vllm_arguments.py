@@ -506,7 +506,7 @@ async def test_parameters_are_refused_before_a_stream_is_open() -> None:
 async def test_an_error_in_a_stream_of_the_responses_api_is_sent() -> None:
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses  # noqa: PLC0415
 
-    from serve.engine.vllm import NoToken, send_stream_errors  # noqa: PLC0415
+    from serve.engine.vllm import NoAllowedToken, send_stream_errors  # noqa: PLC0415
 
     class Responses:
         def _convert_generation_error_to_streaming_response(self, error: Exception) -> str:
@@ -516,8 +516,8 @@ async def test_an_error_in_a_stream_of_the_responses_api_is_sent() -> None:
             try:
                 for event in events:
                     yield event
-                raise NoToken
-            except NoToken as error:
+                raise NoAllowedToken
+            except NoAllowedToken as error:
                 yield self._convert_generation_error_to_streaming_response(error)
 
     # vLLM has both methods.
@@ -534,7 +534,7 @@ async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
         create_error_response,
     )
 
-    from serve.engine.vllm import NoToken, constrained  # noqa: PLC0415
+    from serve.engine.vllm import NoAllowedToken, constrained  # noqa: PLC0415
 
     ended = False
 
@@ -548,7 +548,7 @@ async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
 
     served = constrained(outputs(), SimpleNamespace(structured_outputs={}))
     await anext(served)
-    with pytest.raises(NoToken) as refused:
+    with pytest.raises(NoAllowedToken) as refused:
         await anext(served)
     assert ended
     assert create_error_response(refused.value).error.code == 400
@@ -557,10 +557,10 @@ async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
 def test_a_discarded_token_leaves_the_generator_of_its_request_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from serve.engine.vllm_cpu import CPUWorker, MendedWorker  # noqa: PLC0415
+    from serve.engine.vllm_cpu import CPUWorker, PatchedCPUWorker  # noqa: PLC0415
 
     generators = {0: "complete", 2: "partial"}
-    worker = MendedWorker.__new__(MendedWorker)
+    worker = PatchedCPUWorker.__new__(PatchedCPUWorker)
     worker.model_runner = SimpleNamespace(
         input_batch=SimpleNamespace(generators=generators),
         discard_request_mask=SimpleNamespace(np=[False, True, True, True]),
@@ -574,13 +574,13 @@ def test_a_discarded_token_leaves_the_generator_of_its_request_as_it_was(
 def test_a_step_without_an_adapter_does_without_their_arithmetic(
     monkeypatch: pytest.MonkeyPatch, *, no_lora: bool
 ) -> None:
-    from serve.engine.vllm_cpu import CPUWorker, MendedWorker, PunicaWrapperCPU  # noqa: PLC0415
+    from serve.engine.vllm_cpu import CPUWorker, PatchedCPUWorker, PunicaWrapperCPU  # noqa: PLC0415
 
     added: list[str] = []
     for name in ("add_lora_logits", "add_lora_linear"):
         monkeypatch.setattr(PunicaWrapperCPU, name, lambda wrapper, what: added.append(what))
     monkeypatch.setattr(CPUWorker, "load_model", lambda self: None)
-    MendedWorker.__new__(MendedWorker).load_model()
+    PatchedCPUWorker.__new__(PatchedCPUWorker).load_model()
     wrapper = PunicaWrapperCPU.__new__(PunicaWrapperCPU)
     wrapper.no_lora = no_lora
     wrapper.add_lora_logits("logits")

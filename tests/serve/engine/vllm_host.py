@@ -14,8 +14,8 @@ import yaml
 
 from policy.deployment_file.parse import parse
 from serve.host.replica_host import ReplicaHost
-from serve.host.weight_verification import Weights
-from store.model_weights.prepare import Origin, prepare
+from serve.host.weight_verification import ResolvedWeights
+from store.model_weights.prepare import WeightsOrigin, prepare
 from store.state_dir import StateDir
 from tests.e2e.stack import ROOT
 from tests.serve.hosts import host_spec
@@ -33,7 +33,7 @@ async def running(**keys: Mapping[str, Any]) -> AsyncIterator[tuple[ReplicaHost,
     with tempfile.TemporaryDirectory(prefix="tg-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", folder)
         state = StateDir(Path(folder)).ensure()
-        weights = Weights(origin=Origin.PACKAGE, source=spec.source, digest=prepared.digest)
+        weights = ResolvedWeights(origin=WeightsOrigin.PACKAGE, source=spec.source, digest=prepared.digest)
         host = ReplicaHost(
             host_spec(spec, state.root, weights=weights),
             replica="r",

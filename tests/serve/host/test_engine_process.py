@@ -16,7 +16,7 @@ import pytest
 from policy.types import ReplicaPhase
 from policy.wire.adapter_catalog import served_name
 from policy.wire.headers import SECRET_HEADER
-from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
+from policy.wire.heartbeat import AdapterRef, AdapterUse, HeartbeatResponse
 from serve.host.replica_host import ReplicaHost
 from store.state_dir import StateDir
 from tests.serve.engine.blobs import stored
@@ -73,7 +73,7 @@ async def process(
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     made = Process(folder, slots, **sim)
     held = [made.adapter(name) for name in hold]
-    made.host.obey(Orders(hold=tuple(held)))
+    made.host.obey(HeartbeatResponse(hold=tuple(held)))
     try:
         await made.host.start()
         yield made, held
@@ -94,10 +94,10 @@ async def test_planned_adapters_are_loaded_before_ready(
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
         await there.loaded(a, c)
         # The plan changes while it runs.
-        there.host.obey(Orders(hold=(c, b)))
-        there.host.obey(Orders(hold=None))
+        there.host.obey(HeartbeatResponse(hold=(c, b)))
+        there.host.obey(HeartbeatResponse(hold=None))
         assert (await there.ask(a)).status_code == 200
-        there.host.obey(Orders(hold=(b,)))
+        there.host.obey(HeartbeatResponse(hold=(b,)))
         uses: list[AdapterUse] = []
         async with asyncio.timeout(WITHIN_S):
             while sum(use.requests for use in uses) < 41:
@@ -111,7 +111,7 @@ async def test_planned_adapters_are_loaded_before_ready(
 async def test_a_failed_adapter_blocks_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with process(tmp_path, monkeypatch, 2) as (there, _):
         good, bad = there.adapter("a"), AdapterRef(name="b", digest="0" * 64)
-        there.host.obey(Orders(hold=(bad, good)))
+        there.host.obey(HeartbeatResponse(hold=(bad, good)))
         await there.loaded(good)
         refused = await there.ask(bad)
         assert (refused.status_code, refused.headers["x-tidegate-refusal"]) == (503, "adapter_failed")
@@ -128,7 +128,7 @@ async def test_a_failed_adapter_blocks_nothing_else(tmp_path: Path, monkeypatch:
 async def test_a_restarted_engine_loads_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with process(tmp_path, monkeypatch, 2, "a") as (there, (a,)):
         b = there.adapter("b")
-        there.host.obey(Orders(hold=(b, a)))
+        there.host.obey(HeartbeatResponse(hold=(b, a)))
         await there.loaded(a, b)
         os.kill(there.host.snapshot().pid, signal.SIGKILL)
         async with asyncio.timeout(WITHIN_S):

@@ -16,7 +16,14 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from serve.host import gpu_group_host
-from serve.host.gpu_group_host import Assignment, GpuGroupHost, Member, host_of, sign_of_life, until_unheld
+from serve.host.gpu_group_host import (
+    GpuGroupHost,
+    GroupEngineProcess,
+    HostProcessSpec,
+    host_of,
+    sign_of_life,
+    until_unheld,
+)
 from serve.host.gpu_locks import open_lock, try_lock
 from serve.host.replica_host import ReplicaHost
 from store.os_process import find
@@ -37,7 +44,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     made: list[GpuGroupHost] = []
 
     def group() -> GpuGroupHost:
-        host = host_of(Assignment(spec=host_spec(spec_of(0), tmp_path, "large"), replica="m-large-g1-x"))
+        host = host_of(HostProcessSpec(spec=host_spec(spec_of(0), tmp_path, "large"), replica="m-large-g1-x"))
         assert isinstance(host, GpuGroupHost)
         made.append(host)
         return host
@@ -56,7 +63,7 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
     made: list[subprocess.Popen[bytes]] = []
 
     def start(seed: int = 0) -> subprocess.Popen[bytes]:
-        assignment = Assignment(spec=host_spec(spec_of(seed), tmp_path, "large"), replica="m-large-g1-x")
+        assignment = HostProcessSpec(spec=host_spec(spec_of(seed), tmp_path, "large"), replica="m-large-g1-x")
         argv = [sys.executable, "-m", "serve.host.process_replica", assignment.replica]
         process = subprocess.Popen(argv, stdin=subprocess.PIPE)
         made.append(process)
@@ -79,8 +86,10 @@ def group_folder(root: Path) -> Path:
     return next(root.glob("gpus/m-*"))
 
 
-def members(folder: Path) -> list[Member]:
-    return msgspec.json.decode((group_folder(folder) / "members.json").read_bytes(), type=list[Member])
+def members(folder: Path) -> list[GroupEngineProcess]:
+    return msgspec.json.decode(
+        (group_folder(folder) / "members.json").read_bytes(), type=list[GroupEngineProcess]
+    )
 
 
 def pids(folder: Path) -> set[int]:
@@ -109,7 +118,7 @@ async def until(true: Callable[[], object]) -> None:
 
 async def test_a_model_without_a_group_has_a_host_of_one_engine(tmp_path: Path) -> None:
     spec = host_spec(deployment(sim_model()).models[0], tmp_path)
-    host = host_of(Assignment(spec=spec, replica="r"))
+    host = host_of(HostProcessSpec(spec=spec, replica="r"))
     assert isinstance(host, ReplicaHost)
     assert host.replicas == (host,)
     await host.stop()

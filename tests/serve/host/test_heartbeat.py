@@ -12,8 +12,8 @@ import msgspec
 from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase
 from policy.wire.controller_reports import EngineReport, GpuReport
-from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
-from serve.engine.adapters.usage_accumulator import MAX_VERSIONS, AdapterUsage
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, HeartbeatResponse
+from serve.engine.adapters.usage_accumulator import MAX_VERSIONS, AdapterUsageAccumulator
 from serve.host.heartbeat import send_heartbeats
 from tests.serve.replicas import replica
 
@@ -25,7 +25,7 @@ def use(name: str = "sql", **done: Any) -> AdapterUse:
 
 
 def test_usage_adds_up_until_it_is_reported_and_a_successful_load_ends_a_failure() -> None:
-    usage = AdapterUsage()
+    usage = AdapterUsageAccumulator()
     for each in (use(requests=1, found=1, busy_s=0.5), use("law", requests=2), use(failed="why")):
         usage.add(each)
     usage.add(use(requests=3, waiting=4))
@@ -48,7 +48,7 @@ class Host:
         self.uses: list[AdapterUse] = []
         self.engine: EngineReport | None = None
         self.gpus: GpuReport | None = None
-        self.obeyed: list[Orders] = []
+        self.obeyed: list[HeartbeatResponse] = []
 
     def take_heartbeat(self) -> Heartbeat:
         stub = replica(state=self.state)
@@ -56,7 +56,7 @@ class Host:
         self.uses, self.engine = [], None
         return beat
 
-    def obey(self, orders: Orders) -> None:
+    def obey(self, orders: HeartbeatResponse) -> None:
         self.obeyed.append(orders)
 
 
@@ -76,7 +76,7 @@ class ControllerStub(httpx.AsyncBaseTransport):
 
 
 async def test_usage_is_sent_again_until_it_is_received_and_orders_are_obeyed() -> None:
-    orders = Orders(hold=(AdapterRef(name="sql", digest=SQL),))
+    orders = HeartbeatResponse(hold=(AdapterRef(name="sql", digest=SQL),))
     controller = ControllerStub(
         httpx.ConnectError("away"),
         httpx.Response(409, json={"error": {}}),

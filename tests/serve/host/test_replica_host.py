@@ -17,17 +17,17 @@ import pytest
 from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S
-from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.types import Replica, ReplicaLoad, ReplicaPhase, StartPath
 from policy.wire.controller_reports import EngineReport
-from policy.wire.heartbeat import AdapterUse, Orders, Timeouts
+from policy.wire.heartbeat import AdapterUse, HeartbeatResponse, Timeouts
 from policy.wire.load_stream import LoadLine
-from serve.engine.engine_server import Event
+from serve.engine.engine_server import EngineEvent
 from serve.host.engine_process import EngineProcess
 from serve.host.replica_host import HostSpec, ReplicaHost
-from serve.host.weight_verification import Weights
-from store.model_weights.prepare import Origin
+from serve.host.weight_verification import ResolvedWeights
+from store.model_weights.prepare import WeightsOrigin
 from store.os_process import MAX_DESCRIPTORS
-from store.progress_report import Prepared, Progress, Report
+from store.progress_report import PreparedWeights, ProgressLine, Report
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -103,44 +103,44 @@ async def test_an_engine_may_have_more_connections_than_its_parent(make: Make) -
 
 async def test_adapter_usage_is_reported_once_and_waiting_counts_with_each_heartbeat(make: Make) -> None:
     host = make()
-    line = LoadLine(state=ReplicaPhase.STARTING, load=Load(at=0.0))
+    line = LoadLine(state=ReplicaPhase.STARTING, load=ReplicaLoad(at=0.0))
     use = AdapterUse(name="a", digest="a" * 64, requests=3, waiting=2)
-    host.receive(Event(line=line, uses=(use,)))
-    host.receive(Event(failed="not of interest"))
+    host.receive(EngineEvent(line=line, uses=(use,)))
+    host.receive(EngineEvent(failed="not of interest"))
     assert [(one.requests, one.waiting) for one in host.take_heartbeat().uses] == [(3, 0), (0, 2)]
     assert [(one.requests, one.waiting) for one in host.take_heartbeat().uses] == [(0, 2)]
-    host.receive(Event(line=line))
+    host.receive(EngineEvent(line=line))
     assert host.take_heartbeat().uses == ()
 
 
 async def test_steps_are_reported_once_and_totals_survive_an_engine_restart(make: Make) -> None:
     host = make()
     step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
-    host.receive(Event(engine=EngineReport(preempted=3, steps=(step,))))
-    host.receive(Event(engine=EngineReport(preempted=5, deferred=1, steps=(step,))))
+    host.receive(EngineEvent(engine=EngineReport(preempted=3, steps=(step,))))
+    host.receive(EngineEvent(engine=EngineReport(preempted=5, deferred=1, steps=(step,))))
     both = EngineReport(preempted=5, deferred=1, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.1),))
     assert host.take_heartbeat().engine == both
     assert host.take_heartbeat().engine is None
     # A restarted engine counts from zero.
     for preempted, total in ((0, 5), (2, 7), (0, 7), (1, 8)):
-        host.receive(Event(engine=EngineReport(preempted=preempted)))
+        host.receive(EngineEvent(engine=EngineReport(preempted=preempted)))
         assert host.take_heartbeat().engine == EngineReport(preempted=total)
 
 
 async def test_the_first_start_is_cold(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    steps: list[Progress] = [
-        Progress(step="fetch", message="using"),
-        Progress(step="verify", message="is whole"),
+    steps: list[ProgressLine] = [
+        ProgressLine(step="fetch", message="using"),
+        ProgressLine(step="verify", message="is whole"),
     ]
 
-    def prepare(*_: Any, progress: Report, **__: Any) -> Prepared:
+    def prepare(*_: Any, progress: Report, **__: Any) -> PreparedWeights:
         for each in steps:
             progress(each)
-        return Prepared(path=tmp_path, digest="d")
+        return PreparedWeights(path=tmp_path, digest="d")
 
     spec = msgspec.structs.replace(
-        make().spec, weights=Weights(origin=Origin.PACKAGE, source="package:p", digest="d")
+        make().spec, weights=ResolvedWeights(origin=WeightsOrigin.PACKAGE, source="package:p", digest="d")
     )
 
     async def path() -> StartPath:
@@ -152,7 +152,7 @@ async def test_the_first_start_is_cold(make: Make, tmp_path: Path, monkeypatch: 
     assert await path() is StartPath.COLD
     assert await path() is StartPath.CACHED
     # The prepared copy was removed.
-    steps.append(Progress(step="extract", message="taking it out"))
+    steps.append(ProgressLine(step="extract", message="taking it out"))
     assert await path() is StartPath.COLD
 
 
@@ -256,11 +256,11 @@ async def test_draining_ends_at_its_timeout_or_with_its_engine(make: Make, ends_
             os.kill(host.snapshot().pid, signal.SIGKILL)
         elif ends_by == "order":
             await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
-            host.obey(Orders(term=2))
+            host.obey(HeartbeatResponse(term=2))
             # Of a controller that was deposed.
-            host.obey(Orders(timeouts=timeouts(drain_timeout_s=0.01), term=1))
+            host.obey(HeartbeatResponse(timeouts=timeouts(drain_timeout_s=0.01), term=1))
             assert host.spec.model.control.mode.drain_timeout_s == timeout_s
-            host.obey(Orders(timeouts=timeouts(drain_timeout_s=0.05), term=2))
+            host.obey(HeartbeatResponse(timeouts=timeouts(drain_timeout_s=0.05), term=2))
         async with asyncio.timeout(WITHIN_S):
             await draining
         assert ends_by == "death" or host.snapshot().load.in_flight == 1
@@ -271,7 +271,7 @@ async def test_a_running_engine_takes_a_new_progress_timeout(make: Make) -> None
     host = make(sim={"profile": "sim-small", "speed": 0.0005})
     starting = asyncio.ensure_future(host.start())
     await until(host, lambda r: r.pid != 0)
-    host.obey(Orders(timeouts=timeouts(progress_timeout_s=0.1)))
+    host.obey(HeartbeatResponse(timeouts=timeouts(progress_timeout_s=0.1)))
     failed = await until(host, lambda r: r.failures > 0)
     assert "no engine step" in failed.reason or "the canary" in failed.reason
     starting.cancel()
@@ -289,7 +289,7 @@ async def test_a_host_that_is_stopped_while_its_engine_is_being_ended_leaves_no_
     starting = asyncio.ensure_future(host.start())
     await until(host, lambda r: r.pid != 0)
     pid = host.snapshot().pid
-    host.obey(Orders(timeouts=timeouts(progress_timeout_s=0.1)))
+    host.obey(HeartbeatResponse(timeouts=timeouts(progress_timeout_s=0.1)))
     await ending.wait()
     await host.stop()
     assert not psutil.pid_exists(pid)

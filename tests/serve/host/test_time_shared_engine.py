@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from policy.config.shared_gpus import cards, gpu_group_of
-from policy.scaling.awake_engines import GroupEngine, is_prepared, orders
+from policy.scaling.awake_engines import GroupEngine, gpu_commands, is_prepared
 from policy.scaling.reconcile_steps import MAX_FAILURES
 from policy.types import Replica, ReplicaPhase, StartPath
-from policy.wire.heartbeat import Orders
+from policy.wire.heartbeat import HeartbeatResponse
 from serve.host.gpu_locks import GpuLocks
 from serve.host.replica_host import HostSpec
-from serve.host.time_shared_engine import EngineSlot, SleepingEngine
+from serve.host.time_shared_engine import EngineSlot, TimeSharedGpuAccess
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -57,7 +57,7 @@ class Group:
                 places = tuple(cards(spec.model.shapes[shape], index))
                 slot = EngineSlot(cards=places, visible=tuple("57"[place] for place in places))
                 self.engines.append(
-                    SleepingEngine(
+                    TimeSharedGpuAccess(
                         host_spec(spec.model, folder, shape), slot, GpuLocks(folder, slot.visible),
                         replica=f"m-{shape}-{index}", address="127.0.0.1", node="local",
                     )
@@ -86,9 +86,9 @@ class Group:
         replicas = self.replicas
         self.served = self.served or any(replica.state is READY for replica in replicas)
         self.failed |= {replica.id for replica in replicas if replica.failures >= MAX_FAILURES}
-        found = orders([self._seen(each) for each in replicas], self.awake, starting=not self.served)
+        found = gpu_commands([self._seen(each) for each in replicas], self.awake, starting=not self.served)
         for engine in self.engines:
-            engine.host.obey(Orders(gpus=found[engine.host.replica.id]))
+            engine.host.obey(HeartbeatResponse(gpus=found[engine.host.replica.id]))
 
     def _seen(self, replica: Replica) -> GroupEngine:
         return GroupEngine(

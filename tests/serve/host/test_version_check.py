@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from policy.errors import EngineFailed
-from serve.host.version_check import Versions, refuse_other
+from serve.host.version_check import NodeVersions, refuse_other
 from tests.serve.hosts import host_spec
 from tests.serve.sim_documents import deployment
 
-HEAD = Versions(tidegate="1.2", python="3.11", vllm="0.32.0")
+HEAD = NodeVersions(tidegate="1.2", python="3.11", vllm="0.32.0")
 
 
 @pytest.mark.parametrize("change", [{"tidegate": "1.3"}, {"python": "3.12"}, {"vllm": "0.31.0"}])

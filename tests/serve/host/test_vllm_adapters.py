@@ -22,7 +22,7 @@ from policy.wire.adapter_catalog import served_name
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.host.replica_host import ReplicaHost
-from store.adapters.blobs import Blobs
+from store.adapters.blobs import AdapterBlobStore
 from tests.serve.engine.blobs import publish
 from tests.serve.engine.sim.conversations import parameters
 from tests.serve.engine.smollm2 import adapter, bad_adapters
@@ -193,7 +193,7 @@ async def test_fifty_loads_leak_nothing(engine: Engine) -> None:
 async def test_an_adapter_with_deleted_files_is_served_until_it_is_evicted(engine: Engine) -> None:
     deleted, other = engine.adapter("deleted", adapter(50)), engine.adapter("other", adapter(51))
     text = await engine.text(deleted)
-    assert Blobs(engine.blobs).remove(deleted.digest)
+    assert AdapterBlobStore(engine.blobs).remove(deleted.digest)
     assert await engine.text(deleted) == text
     await engine.text(other)
     gone = await engine.ask(deleted)

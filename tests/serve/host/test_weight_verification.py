@@ -17,10 +17,10 @@ from policy.errors import EngineFailed, ModelUnavailable
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from serve.host import weight_verification
-from serve.host.weight_verification import Resolver, Weights, prepare_verified
-from serve.state.desired_state import Target
-from store.model_weights.prepare import Origin
-from store.progress_report import Prepared
+from serve.host.weight_verification import ResolvedWeights, WeightsResolver, prepare_verified
+from serve.state.desired_state import ModelTarget
+from store.model_weights.prepare import WeightsOrigin
+from store.progress_report import PreparedWeights
 from tests.serve.plane import NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 
@@ -35,12 +35,12 @@ class Store:
     asked: list[str] = field(default_factory=list)
     open: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, source: str, **_: Any) -> Prepared:
+    def __call__(self, source: str, **_: Any) -> PreparedWeights:
         self.asked.append(source)
         self.open.wait()
         if source not in self.digests:
             raise ModelUnavailable(f"no {source}")
-        return Prepared(path=Path("/w"), digest=self.digests[source])
+        return PreparedWeights(path=Path("/w"), digest=self.digests[source])
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ async def until(plane: Plane, true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def kept(plane: Plane) -> dict[int, Weights]:
-    found = plane.state.load(plane.state.targets_path, dict[str, Target])
+def kept(plane: Plane) -> dict[int, ResolvedWeights]:
+    found = plane.state.load(plane.state.targets_path, dict[str, ModelTarget])
     assert found is not None
     return found["m"].weights
 
@@ -82,7 +82,7 @@ async def test_a_branch_stays_at_its_commit_for_the_life_of_a_revision(plane: Pl
     store.digests[HUB] = "c0ffee00ff"
     await plane.up(document(model(HUB)))
     await until(plane, lambda: plane.counts(READY) == {SMALL: 1})
-    pinned = {1: Weights(origin=Origin.HUB, source=f"{HUB}@c0ffee00ff", digest="c0ffee00ff")}
+    pinned = {1: ResolvedWeights(origin=WeightsOrigin.HUB, source=f"{HUB}@c0ffee00ff", digest="c0ffee00ff")}
     assert kept(plane) == pinned
     assert plane.cluster.held[SMALL].digest.endswith("c0ffee00")
     # Neither another layer nor a restart nor an apply resolves it again, though the branch has moved.
@@ -194,9 +194,9 @@ async def test_the_simulated_engine_resolves_no_weights(plane: Plane, store: Sto
 async def test_retries_back_off_and_another_source_is_tried_at_once(store: Store) -> None:
     now = 0.0
     done = asyncio.Event()
-    resolver = Resolver(lambda: now, done.set)
+    resolver = WeightsResolver(lambda: now, done.set)
 
-    async def attempt(source: str) -> Weights:
+    async def attempt(source: str) -> ResolvedWeights:
         while (found := resolver.weights(spec(source))) is None:
             done.clear()
             await done.wait()
@@ -213,15 +213,16 @@ async def test_retries_back_off_and_another_source_is_tried_at_once(store: Store
     store.digests[PACKAGE] = "a"
     # The result of another source is not used.
     assert resolver.weights(spec(HUB)) is None
-    assert await attempt(PACKAGE) == Weights(origin=Origin.PACKAGE, source=PACKAGE, digest="a")
+    assert await attempt(PACKAGE) == ResolvedWeights(origin=WeightsOrigin.PACKAGE, source=PACKAGE, digest="a")
 
 
 @pytest.mark.parametrize(
-    ("origin", "same"), [(Origin.PACKAGE, False), (Origin.HUB, False), (Origin.DIRECTORY, True)]
+    ("origin", "same"),
+    [(WeightsOrigin.PACKAGE, False), (WeightsOrigin.HUB, False), (WeightsOrigin.DIRECTORY, True)],
 )
-def test_different_weights_on_a_node_are_an_error(store: Store, origin: Origin, same: bool) -> None:
+def test_different_weights_on_a_node_are_an_error(store: Store, origin: WeightsOrigin, same: bool) -> None:
     store.digests["s"] = "here"
-    head = Weights(origin=origin, source="s", digest="there")
+    head = ResolvedWeights(origin=origin, source="s", digest="there")
     if same:
         assert prepare_verified(head, token_file=None, progress=print, prepare=store).digest == "here"
         return

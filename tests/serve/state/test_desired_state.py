@@ -10,8 +10,8 @@ import pytest
 from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest
 from policy.scaling.reconcile_steps import LayerKey
-from serve.actuator.interface import Held
-from serve.state.desired_state import DesiredMode, Target, first_target, found_target
+from serve.actuator.interface import ActuatorLayer
+from serve.state.desired_state import DesiredMode, ModelTarget, first_target, found_target
 from tests.serve.sim_documents import deployment, sim_model
 
 OTHER = {"profile": "sim-small", "seed": 7}
@@ -21,12 +21,12 @@ def spec(**over: Any) -> ModelSpec:
     return deployment(sim_model(**over)).models[0]
 
 
-def settled(target: Target) -> Target:
+def settled(target: ModelTarget) -> ModelTarget:
     return msgspec.structs.replace(target, settled=True, fallback=None, gap=False)
 
 
 @pytest.fixture
-def first() -> Target:
+def first() -> ModelTarget:
     return first_target(spec(), (), now=10.0)
 
 
@@ -37,7 +37,7 @@ def test_first_target_has_a_replica_of_an_unused_generation() -> None:
     assert (aim.count, aim.generation) == (1, 4)
 
 
-def test_reached_target_is_the_fallback(first: Target) -> None:
+def test_reached_target_is_the_fallback(first: ModelTarget) -> None:
     served = settled(first)
     target = served.toward(served.in_mode("single-large"), now=20.0, gap=True)
     assert (target.fallback, target.since, target.settled, target.gap) == (served.aim, 20.0, False, True)
@@ -47,7 +47,7 @@ def test_reached_target_is_the_fallback(first: Target) -> None:
     assert failed.gap
 
 
-def test_unreached_target_is_no_fallback(first: Target) -> None:
+def test_unreached_target_is_no_fallback(first: ModelTarget) -> None:
     served = settled(first)
     large = served.toward(served.in_mode("single-large"), now=20.0)
     adopted = large.adopting(spec(sim=OTHER), now=30.0)
@@ -55,7 +55,7 @@ def test_unreached_target_is_no_fallback(first: Target) -> None:
     assert adopted.fallback == served.aim
 
 
-def test_changed_count_and_reverted_switch_have_no_fallback(first: Target) -> None:
+def test_changed_count_and_reverted_switch_have_no_fallback(first: ModelTarget) -> None:
     served = settled(first)
     more = served.toward(msgspec.structs.replace(served.aim, count=3), now=20.0)
     assert more.fallback is None
@@ -63,18 +63,18 @@ def test_changed_count_and_reverted_switch_have_no_fallback(first: Target) -> No
     assert large.toward(large.in_mode("multi-replica"), now=25.0).fallback is None
 
 
-def test_running_configuration_keeps_its_generation(first: Target) -> None:
+def test_running_configuration_keeps_its_generation(first: ModelTarget) -> None:
     tried = settled(first).adopting(spec(sim=OTHER), now=20.0)
     assert tried.adopting(spec(), now=30.0).aim == first.aim
 
 
 @pytest.mark.parametrize(("low", "high", "count"), [(2, 4, 2), (1, 4, 1), (1, 1, 1)])
-def test_count_is_clamped(first: Target, low: int, high: int, count: int) -> None:
+def test_count_is_clamped(first: ModelTarget, low: int, high: int, count: int) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": low, "max": high}}}
     assert settled(first).adopting(spec(modes=modes), now=20.0).aim.count == count
 
 
-def test_removed_mode_is_a_fallback(first: Target) -> None:
+def test_removed_mode_is_a_fallback(first: ModelTarget) -> None:
     modes = {"single-large": {"shape": "large", "replicas": 1}}
     adopted = settled(first).adopting(spec(modes=modes), now=20.0)
     assert adopted.key() == LayerKey("m", "large", 1)
@@ -83,13 +83,13 @@ def test_removed_mode_is_a_fallback(first: Target) -> None:
     assert (back.bounds.min, back.bounds.max) == (1, 1)
 
 
-def test_changed_shape_is_a_new_target(first: Target) -> None:
+def test_changed_shape_is_a_new_target(first: ModelTarget) -> None:
     modes = {"multi-replica": {"shape": "large", "replicas": {"min": 1, "max": 4}}}
     adopted = settled(first).adopting(spec(modes=modes), now=20.0)
     assert (adopted.key(), adopted.fallback) == (LayerKey("m", "large", 1), first.aim)
 
 
-def test_failed_configuration_is_rejected_until_adopted(first: Target) -> None:
+def test_failed_configuration_is_rejected_until_adopted(first: ModelTarget) -> None:
     bad = spec(sim=OTHER)
     failed = settled(first).adopting(bad, now=20.0).back("why", now=30.0)
     assert failed.rejected == digest(bad)
@@ -98,7 +98,7 @@ def test_failed_configuration_is_rejected_until_adopted(first: Target) -> None:
     assert more.adopting(bad, now=50.0).rejected == ""
 
 
-def test_failed_mode_rejects_no_configuration(first: Target) -> None:
+def test_failed_mode_rejects_no_configuration(first: ModelTarget) -> None:
     served = settled(first)
     assert served.toward(served.in_mode("single-large"), now=20.0).back("why", now=30.0).rejected == ""
 
@@ -124,11 +124,13 @@ LARGE_ONLY = {"single-large": {"shape": "large", "replicas": 1}}
         ({"shapes": {**SHAPES, "small": {"cpus": 1, "max_in_flight": 3}}}, False),
     ],
 )
-def test_only_changed_engines_are_a_new_generation(first: Target, change: dict[str, Any], same: bool) -> None:
+def test_only_changed_engines_are_a_new_generation(
+    first: ModelTarget, change: dict[str, Any], same: bool
+) -> None:
     assert (settled(first).adopting(spec(**change), now=20.0).aim.generation == 1) is same
 
 
-def test_running_shape_is_not_redefined(first: Target) -> None:
+def test_running_shape_is_not_redefined(first: ModelTarget) -> None:
     small = LayerKey("m", "small", 1)
     without = settled(first).adopting(spec(modes=LARGE_ONLY), now=20.0)
     again = spec(shapes={"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}})
@@ -139,7 +141,7 @@ def test_running_shape_is_not_redefined(first: Target) -> None:
     assert reached.pruned(set()).adopting(again, now=30.0).aim.generation == 1
 
 
-def test_fallback_layers_are_kept(first: Target) -> None:
+def test_fallback_layers_are_kept(first: ModelTarget) -> None:
     served = settled(first)
     adopted = served.adopting(spec(sim=OTHER), now=20.0)
     kept = [LayerKey("m", shape, generation) for generation in (1, 2) for shape in ("small", "large")]
@@ -154,11 +156,11 @@ def test_fallback_layers_are_kept(first: Target) -> None:
 def test_a_running_layer_becomes_the_target_of_the_same_digest() -> None:
     small, large = digest(spec(), "small"), digest(spec(), "large")
     held = {
-        LayerKey("m", "large", 2): Held(wanted=1, digest=large),
-        LayerKey("m", "small", 2): Held(wanted=3, digest=small),
-        LayerKey("m", "small", 1): Held(wanted=4, digest="another"),
-        LayerKey("m", "gone", 1): Held(wanted=5, digest=small),
-        LayerKey("x", "small", 1): Held(wanted=9, digest=small),
+        LayerKey("m", "large", 2): ActuatorLayer(wanted=1, digest=large),
+        LayerKey("m", "small", 2): ActuatorLayer(wanted=3, digest=small),
+        LayerKey("m", "small", 1): ActuatorLayer(wanted=4, digest="another"),
+        LayerKey("m", "gone", 1): ActuatorLayer(wanted=5, digest=small),
+        LayerKey("x", "small", 1): ActuatorLayer(wanted=9, digest=small),
     }
     found = found_target(spec(), held, now=5.0)
     assert found is not None

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import EngineKind, Load, Model, ReplicaPhase
+from policy.types import EngineKind, Model, ReplicaLoad, ReplicaPhase
 from serve.state.replica_registry import GONE_S, ReplicaRegistry
 from tests.serve.replicas import replica
 
@@ -29,7 +29,7 @@ def test_load_changes_no_version(registry: ReplicaRegistry) -> None:
     assert registry.put(replica(), now=0.0)
     before = version(registry)
     # Adapters change many times a second; gateways get them from the replica itself.
-    reported = replica(load=Load(at=2.0, in_flight=3), adapters=("sql@0123",))
+    reported = replica(load=ReplicaLoad(at=2.0, in_flight=3), adapters=("sql@0123",))
     assert not registry.put(reported, now=0.5)
     assert version(registry) == before
     assert registry.fleet(0.5).replicas == (reported,)

@@ -19,7 +19,7 @@ from sim.arrivals import Arrival
 from sim.benchmarks.mode_switching import BY_LOAD, WINDOW_S, compare, curves, fixed_mode
 from sim.results.run_summary import PolicyEntry
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Record
+from sim.simulator.run_record import RunRecord
 from tests.sim.records import record
 
 LONG, SHORT = "single-large", "multi-replica"
@@ -59,7 +59,7 @@ def arrivals(seed: int) -> Iterator[Arrival]:
 
 def played(
     contender: PolicyEntry, asked: Iterable[Arrival], seed: int, progress: Callable[[float], None]
-) -> Record:
+) -> RunRecord:
     return simulate(contender.deployment, contender.policies, asked, seed=seed, progress=progress)
 
 
@@ -95,7 +95,7 @@ def test_the_gain_of_each_seed_is_over_the_better_fixed_mode() -> None:
 
     def play(
         each: PolicyEntry, given: Iterable[Arrival], seed: int, report: Callable[[float], None]
-    ) -> Record:
+    ) -> RunRecord:
         asked.append((each.name, seed))
         assert list(given) == [Arrival(float(seed), 1, 1)]
         report(30.0)

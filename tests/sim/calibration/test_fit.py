@@ -7,21 +7,23 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from policy.engine.batch_scheduler import Request, Scheduler
+from policy.engine.batch_scheduler import BatchScheduler, EngineRequest
 from policy.engine.builtin_profiles import profile
-from policy.engine.performance_model import EngineModel, Limits
+from policy.engine.performance_model import BatchLimits, EngineModel
 from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed
-from sim.calibration.experiment_design import Point, closed_loop, plan_points
-from sim.calibration.fit import FitResult, Observation, fit_model, initial_guess
+from sim.calibration.experiment_design import CalibrationPoint, closed_loop, plan_points
+from sim.calibration.fit import FitResult, LoadPointObservation, fit_model, initial_guess
 
 
-def steps(model: EngineModel, limits: Limits, point: Point, seconds: float) -> list[StepSample]:
-    scheduler = Scheduler(model, limits)
+def steps(
+    model: EngineModel, limits: BatchLimits, point: CalibrationPoint, seconds: float
+) -> list[StepSample]:
+    scheduler = BatchScheduler(model, limits)
     found: list[StepSample] = []
     number, now = 0, 0.0
     for _ in range(point.concurrency):
-        scheduler.submit(Request(str(number), point.input_tokens, point.output_tokens))
+        scheduler.submit(EngineRequest(str(number), point.input_tokens, point.output_tokens))
         number += 1
     while now < seconds:
         # KV tokens during the step: afterwards the ended requests have freed theirs.
@@ -31,16 +33,20 @@ def steps(model: EngineModel, limits: Limits, point: Point, seconds: float) -> l
         seconds_taken = model.step_time(step.scheduled, held, step.running)
         found.append(StepSample(1, step.scheduled, held, step.running, seconds_taken))
         for _ in step.finished:
-            scheduler.submit(Request(str(number), point.input_tokens, point.output_tokens))
+            scheduler.submit(EngineRequest(str(number), point.input_tokens, point.output_tokens))
             number += 1
     return found
 
 
 def seen(
-    model: EngineModel, limits: Limits, points: list[Point], seconds: float, path_s: float = 0.0
-) -> list[Observation]:
+    model: EngineModel,
+    limits: BatchLimits,
+    points: list[CalibrationPoint],
+    seconds: float,
+    path_s: float = 0.0,
+) -> list[LoadPointObservation]:
     return [
-        Observation(
+        LoadPointObservation(
             point,
             seconds,
             steps(model, limits, point, seconds),
@@ -56,7 +62,7 @@ POINT_S = 4.0
 
 def observed_at(
     name: str, degree: int, slower: float, path_s: float = 0.0
-) -> tuple[Limits, EngineModel, list[Observation]]:
+) -> tuple[BatchLimits, EngineModel, list[LoadPointObservation]]:
     """An engine ``slower`` than its profile, observed at load points planned for it."""
     found = profile(name)
     limits, truth = found.limits(degree), found.model.at_degree(degree).faster(1.0 / slower)
@@ -101,8 +107,8 @@ def test_an_all_reduce_prior_above_half_of_a_step_is_reduced() -> None:
 
 
 def changed(
-    shown: list[Observation], change: Callable[[StepSample], StepSample], *, held: bool
-) -> list[Observation]:
+    shown: list[LoadPointObservation], change: Callable[[StepSample], StepSample], *, held: bool
+) -> list[LoadPointObservation]:
     """The observations with other steps, at the points with this value of ``held``."""
     return [
         each._replace(samples=[change(sample) for sample in each.samples])
@@ -113,23 +119,27 @@ def changed(
 
 
 @pytest.fixture(scope="module")
-def shown() -> tuple[Limits, EngineModel, list[Observation]]:
+def shown() -> tuple[BatchLimits, EngineModel, list[LoadPointObservation]]:
     return observed_at("l4-8b", 1, 1.0)
 
 
-def fit_of(shown: tuple[Limits, EngineModel, list[Observation]], points: list[Observation]) -> FitResult:
+def fit_of(
+    shown: tuple[BatchLimits, EngineModel, list[LoadPointObservation]], points: list[LoadPointObservation]
+) -> FitResult:
     limits, truth, _ = shown
     return fit_model(points, truth, limits)
 
 
-def test_held_out_points_are_not_fitted(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_held_out_points_are_not_fitted(
+    shown: tuple[BatchLimits, EngineModel, list[LoadPointObservation]],
+) -> None:
     slowed = changed(shown[2], lambda s: msgspec.structs.replace(s, seconds=2 * s.seconds), held=True)
     found = fit_of(shown, slowed)
     assert found.model == fit_of(shown, shown[2]).model
     assert found.error.step_p50 == pytest.approx(0.5, abs=0.05)
 
 
-def every_fifth(each: Observation, seconds: Callable[[float], float]) -> Observation:
+def every_fifth(each: LoadPointObservation, seconds: Callable[[float], float]) -> LoadPointObservation:
     samples = [
         msgspec.structs.replace(sample, seconds=seconds(sample.seconds)) if i % 5 == 0 else sample
         for i, sample in enumerate(each.samples)
@@ -137,20 +147,24 @@ def every_fifth(each: Observation, seconds: Callable[[float], float]) -> Observa
     return each._replace(samples=samples)
 
 
-def test_the_fit_ignores_stalled_steps(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_the_fit_ignores_stalled_steps(
+    shown: tuple[BatchLimits, EngineModel, list[LoadPointObservation]],
+) -> None:
     found = fit_of(shown, [every_fifth(each, lambda usual: usual + 0.5) for each in shown[2]])
     for load in LOADS:
         assert found.model.step_time(*load) == pytest.approx(shown[1].step_time(*load), rel=0.05)
 
 
-def test_the_fit_is_of_mean_durations(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_the_fit_is_of_mean_durations(
+    shown: tuple[BatchLimits, EngineModel, list[LoadPointObservation]],
+) -> None:
     found = fit_of(shown, [every_fifth(each, lambda usual: 1.5 * usual) for each in shown[2]])
     for load in LOADS:
         assert found.model.step_time(*load) == pytest.approx(1.1 * shown[1].step_time(*load), rel=0.03)
 
 
 def test_an_error_at_held_out_points_is_reported(
-    shown: tuple[Limits, EngineModel, list[Observation]],
+    shown: tuple[BatchLimits, EngineModel, list[LoadPointObservation]],
 ) -> None:
     slowed = [
         each._replace(latencies=[latency._replace(itl_s=2 * latency.itl_s) for latency in each.latencies])
@@ -162,14 +176,18 @@ def test_an_error_at_held_out_points_is_reported(
     assert "TTFT" not in found.note
 
 
-def test_a_fit_with_too_few_samples_is_refused(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_a_fit_with_too_few_samples_is_refused(
+    shown: tuple[BatchLimits, EngineModel, list[LoadPointObservation]],
+) -> None:
     with pytest.raises(PreconditionFailed, match="too few for 5 coefficients"):
         fit_of(shown, [each._replace(samples=[]) for each in shown[2]])
     with pytest.raises(PreconditionFailed, match="no request ended"):
         fit_of(shown, [each._replace(latencies=[]) for each in shown[2]])
 
 
-def test_the_initial_guess_is_within_a_fifth(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+def test_the_initial_guess_is_within_a_fifth(
+    shown: tuple[BatchLimits, EngineModel, list[LoadPointObservation]],
+) -> None:
     _, truth, points = shown
     samples = [sample for each in points[:4] for sample in each.samples]
     guess = initial_guess(samples, truth.faster(3.0))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 from xml.etree import ElementTree
 
-from sim.charts.figure_style import Panel, bars
+from sim.charts.figure_style import ChartPanel, bars
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ NAMES = ("a", "b & c")
 
 
 def test_each_value_has_a_bar_and_a_label() -> None:
-    panels = [Panel("one", (1.0, 2.0)), Panel("two", (0.0, 3.0), 1.5)]
+    panels = [ChartPanel("one", (1.0, 2.0)), ChartPanel("two", (0.0, 3.0), 1.5)]
     svg = bars("loads < 1", NAMES, panels)
     assert svg == bars("loads < 1", NAMES, panels)
     root = ElementTree.fromstring(svg)  # noqa: S314 - written above
@@ -85,4 +85,4 @@ def test_each_value_has_a_bar_and_a_label() -> None:
 
 
 def test_bars_of_zeros_are_drawn() -> None:
-    assert "none" in bars("zeros", NAMES, [Panel("none", (0.0, 0.0))])
+    assert "none" in bars("zeros", NAMES, [ChartPanel("none", (0.0, 0.0))])

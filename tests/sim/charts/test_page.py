@@ -11,13 +11,13 @@ import pytest
 
 from policy.config.control import SloConfig
 from sim.charts.page import page
-from sim.oracle.offline_optimum import Bounds
+from sim.oracle.offline_optimum import GpuHourBounds
 from sim.results.chart_series import chart_data
 from sim.results.run_summary import PolicyComparison, PolicyRun, summarise
-from sim.simulator.run_record import Record
+from sim.simulator.run_record import RunRecord
 from tests.sim.records import record, requests
 
-BOUNDS = Bounds(lower_gpu_hours=0.8, achievable_gpu_hours=0.9)
+BOUNDS = GpuHourBounds(lower_gpu_hours=0.8, achievable_gpu_hours=0.9)
 CHARTS = ("Load", "Replicas and mode", "Time to first token", "Inter-token latency", "Queue", "Within")
 SERIES = (
     ["arrivals"],
@@ -29,7 +29,7 @@ SERIES = (
 )
 
 
-def study(*records: Record, bounds: Bounds = BOUNDS) -> PolicyComparison:
+def study(*records: RunRecord, bounds: GpuHourBounds = BOUNDS) -> PolicyComparison:
     runs = tuple(
         PolicyRun(f"policy <{i}>", summarise(each, bounds.lower_gpu_hours), chart_data(each))
         for i, each in enumerate(records)
@@ -116,12 +116,12 @@ def test_the_table_is_above_the_charts_and_has_the_bounds(text: str) -> None:
 
 
 def test_without_bounds_the_page_says_so() -> None:
-    text = page(study(record(), bounds=Bounds(why="not asked for")))
+    text = page(study(record(), bounds=GpuHourBounds(why="not asked for")))
     assert "no bounds: not asked for" in text and "over the lower bound" not in text
 
 
 def test_an_empty_run_is_drawn() -> None:
-    root = parsed(page(study(Record(ends_at=0.0, requests={"m": requests([], [])}))))
+    root = parsed(page(study(RunRecord(ends_at=0.0, requests={"m": requests([], [])}))))
     assert "ready (none)" in ["".join(entry.itertext()) for entry in root.findall(".//li")]
 
 

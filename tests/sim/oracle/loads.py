@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sim.oracle.clairvoyant import dropped, replica_seconds
-from sim.oracle.provisioning_problem import Problem
+from sim.oracle.provisioning_problem import ProvisioningProblem
 
 # In tenths of a full replica, of bins of 5 s.
 LOADS = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -24,8 +24,8 @@ def problem(
     *,
     least: int = 0,
     most: int | None = None,
-) -> Problem:
-    return Problem(
+) -> ProvisioningProblem:
+    return ProvisioningProblem(
         demand=np.array(tenths, dtype=np.float64),
         bin_s=5.0,
         mu=2.0,
@@ -37,7 +37,7 @@ def problem(
     )
 
 
-def cheapest(asked: Problem) -> float:
+def cheapest(asked: ProvisioningProblem) -> float:
     """The replica-seconds of the best plan of whole replicas, by brute force, without waiting."""
     choices = range(asked.least, int(np.ceil(asked.load.max())) + 1 + asked.least)
     plans = (np.array(needs) for needs in product(choices, repeat=asked.bins))

@@ -12,29 +12,47 @@ from policy.errors import TargetError
 from policy.scaling.view import Supply, View
 from policy.signals.types import Signals
 from sim.oracle import clairvoyant as planner
-from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, dropped, plan_layers, served_demand, verify
+from sim.oracle.clairvoyant import (
+    ClairvoyantPolicy,
+    ReplicaCountPlan,
+    clairvoyant,
+    dropped,
+    plan_layers,
+    served_demand,
+    verify,
+)
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.provisioning_problem import Problem
+from sim.oracle.provisioning_problem import ProvisioningProblem
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
 
 NEEDS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
 
-def plan(needs: list[int], lead_s: float) -> Plan:
+def plan(needs: list[int], lead_s: float) -> ReplicaCountPlan:
     return plan_layers(np.array(needs), 5.0, lead_s)
 
 
 @pytest.mark.parametrize(
     ("needs", "lead_s", "expected"),
     [
-        ([1, 0, 0, 1], 10.0, Plan((0.0,), (1,), 20.0, 20.0)),  # kept through a gap of one lead time
-        ([1, 0, 0, 1], 9.0, Plan((0.0, 5.0, 6.0), (1, 0, 1), 20.0, 19.0)),
-        ([1, 1, 1, 1, 2, 1], 7.0, Plan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 42.0)),
-        ([0, 2, 0], 60.0, Plan((0.0, 10.0), (2, 0), 15.0, 20.0)),  # needed before a start could be ready
-        ([0, 0], 60.0, Plan((0.0,), (0,), 10.0, 0.0)),
+        (
+            [1, 0, 0, 1],
+            10.0,
+            ReplicaCountPlan((0.0,), (1,), 20.0, 20.0),
+        ),  # kept through a gap of one lead time
+        ([1, 0, 0, 1], 9.0, ReplicaCountPlan((0.0, 5.0, 6.0), (1, 0, 1), 20.0, 19.0)),
+        ([1, 1, 1, 1, 2, 1], 7.0, ReplicaCountPlan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 42.0)),
+        (
+            [0, 2, 0],
+            60.0,
+            ReplicaCountPlan((0.0, 10.0), (2, 0), 15.0, 20.0),
+        ),  # needed before a start could be ready
+        ([0, 0], 60.0, ReplicaCountPlan((0.0,), (0,), 10.0, 0.0)),
     ],
 )
-def test_replicas_start_one_lead_time_ahead(needs: list[int], lead_s: float, expected: Plan) -> None:
+def test_replicas_start_one_lead_time_ahead(
+    needs: list[int], lead_s: float, expected: ReplicaCountPlan
+) -> None:
     assert plan(needs, lead_s) == expected
 
 
@@ -104,7 +122,7 @@ def test_drops_are_chosen_for_the_largest_saving(
 def test_load_within_the_wait_limit_is_spread_over_later_bins() -> None:
     asked = problem([0, 0, 20, 0, 0], lead_s=5.0, wait_s=5.0)
     # One replica for two bins, started 5 s before.
-    assert clairvoyant(asked) == Plan((0.0, 5.0, 20.0), (0, 1, 0), 25.0, 15.0)
+    assert clairvoyant(asked) == ReplicaCountPlan((0.0, 5.0, 20.0), (0, 1, 0), 25.0, 15.0)
 
 
 def test_plans_keep_the_bounds_and_too_few_replicas_are_refused() -> None:
@@ -117,7 +135,9 @@ def test_drops_of_ten_replicas_cost_near_the_lower_bound() -> None:
     """Ten replicas for ten minutes with noise: whole replicas and whole stretches cost 3 % together."""
     noise = np.random.default_rng(1)
     rate = 20 + 8 * np.sin(np.arange(120) / 12)
-    asked = Problem(demand=noise.poisson(5 * rate).astype(np.float64), bin_s=5.0, mu=2.0, lead_s=30.0)
+    asked = ProvisioningProblem(
+        demand=noise.poisson(5 * rate).astype(np.float64), bin_s=5.0, mu=2.0, lead_s=30.0
+    )
     ratio = clairvoyant(asked).replica_s / lower_bound(asked).replica_s
     assert 1.0 <= ratio < 1.03
 
@@ -139,24 +159,24 @@ def view(at: float, least: int = 0, most: int = 8) -> View:
 
 
 def test_the_policy_requests_replicas_ahead_of_their_need() -> None:
-    policy = Clairvoyant(Plan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 42.0))
+    policy = ClairvoyantPolicy(ReplicaCountPlan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 42.0))
     asked = {at: policy.decide(view(at), None).count for at in (0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 99.0)}
     assert asked == {0.0: 1, 5.0: 1, 10.0: 2, 15.0: 2, 20.0: 2, 25.0: 1, 99.0: 1}
 
 
 def test_the_policy_keeps_the_mode_and_its_bounds() -> None:
-    policy = Clairvoyant(Plan((0.0,), (5,), 30.0, 150.0))
+    policy = ClairvoyantPolicy(ReplicaCountPlan((0.0,), (5,), 30.0, 150.0))
     assert policy.decide(view(0.0, most=3), None).count == 3
     assert policy.decide(view(0.0, least=6), None).count == 6
     assert policy.decide(view(0.0), None).fixed
 
 
-ASKED = Problem(
+ASKED = ProvisioningProblem(
     demand=np.random.default_rng(2).poisson(100.0, 200).astype(np.float64), bin_s=5.0, mu=2.0, attainment=0.98
 )
 
 
-def served(plan: Plan) -> float:
+def served(plan: ReplicaCountPlan) -> float:
     ready = np.array([plan.most_within(ASKED.bin_s * index, 0.0) for index in range(ASKED.bins)])
     return float(np.minimum(ASKED.load, ready).sum() / ASKED.load.sum())
 

@@ -16,9 +16,9 @@ from policy.scaling.policies.static import Static
 from sim.arrivals import Arrival
 from sim.benchmarks.policies.benchmark_setup import MODEL
 from sim.oracle.least_work import least_problem, least_work, tokens_of
-from sim.oracle.provisioning_problem import Problem
+from sim.oracle.provisioning_problem import ProvisioningProblem
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Outcome
+from sim.simulator.run_record import RequestOutcome
 
 
 def deployment(profile: str, replicas: int = 1) -> Deployment:
@@ -59,7 +59,7 @@ def test_a_run_takes_at_least_the_least_work(
     ]
     document = deployment(profile, replicas)
     record = simulate(document, {MODEL: Static()}, arrivals)
-    assert (record.requests[MODEL].outcome == Outcome.SERVED).all()
+    assert (record.requests[MODEL].outcome == RequestOutcome.SERVED).all()
     taken_s, least_s = record.gpu_s, float(least_work(timing_of(document), tokens_of(arrivals)).sum())
     assert least_s <= taken_s
     if replicas == 1 and not shared:  # a busy engine comes near it
@@ -79,7 +79,7 @@ def test_the_work_of_any_part_is_bounded_by_what_it_takes_alone() -> None:
 @pytest.mark.parametrize(("attainment", "served"), [(0.9, 9), (0.91, 10), (0.89, 9), (1.0, 10)])
 def test_as_many_requests_may_be_missed_as_the_slo_allows(attainment: float, served: int) -> None:
     tokens = tokens_of([Arrival(float(i), 100, 10) for i in range(10)])
-    shape = Problem(demand=np.zeros(1), bin_s=10.0, mu=1.0)
+    shape = ProvisioningProblem(demand=np.zeros(1), bin_s=10.0, mu=1.0)
     slo = SloConfig(attainment=attainment)
     least = least_problem(tokens, np.ones(10), slo, since=0.0, until=10.0, wait_s=0.0, shape=shape)
     assert least.attainment * 10 == pytest.approx(served)

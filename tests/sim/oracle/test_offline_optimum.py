@@ -20,7 +20,7 @@ from sim.oracle.offline_optimum import bounds_of
 from sim.oracle.replica_capacity import TRIALS, Trials, attained_rate
 from sim.simulator.fault_scenario import NO_FAULTS
 from sim.simulator.run import simulate
-from sim.workload.per_model_load import ModelNames, survey
+from sim.workload.per_model_load import ModelNames, trace_load
 
 # One in a second for the first four minutes, four in a second after.
 STEP_S, ENDS_S = 240, 480
@@ -58,7 +58,7 @@ def arrivals() -> Iterator[Arrival]:
 
 
 def _bounds(of: Deployment, trials: Trials = TRIALS) -> tuple[float, float]:
-    found = bounds_of(of, arrivals, survey(arrivals(), ModelNames(["m"])), NO_FAULTS, trials=trials)
+    found = bounds_of(of, arrivals, trace_load(arrivals(), ModelNames(["m"])), NO_FAULTS, trials=trials)
     assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
     return found.lower_gpu_hours * 3600, found.achievable_gpu_hours * 3600
 
@@ -101,7 +101,7 @@ def test_the_bound_of_several_modes_is_that_of_the_cheaper_one() -> None:
 def test_the_bound_of_a_short_trace_is_below_the_cost_of_a_run(requests: int, each_s: float) -> None:
     of = deployment(most=1)
     few = [Arrival(i * each_s, 200, 20) for i in range(requests)]
-    found = bounds_of(of, lambda: few, survey(few, ModelNames(["m"])), NO_FAULTS)
+    found = bounds_of(of, lambda: few, trace_load(few, ModelNames(["m"])), NO_FAULTS)
     taken = simulate(of, {"m": Static()}, few)
     assert taken.requests["m"].met.all()
     assert found.lower_gpu_hours is not None and found.lower_gpu_hours * 3600 <= taken.gpu_s
@@ -137,7 +137,7 @@ def test_no_policy_takes_less_than_the_plan_or_the_bound_however_much_is_cached(
 ) -> None:
     of, made = deployment(most=24, slo={"ttft_p95_s": 8.0}), shared(cached)
     trials = Trials(requests=300, lasts_s=20.0)
-    found = bounds_of(of, lambda: made, survey(made, ModelNames(["m"])), NO_FAULTS, trials=trials)
+    found = bounds_of(of, lambda: made, trace_load(made, ModelNames(["m"])), NO_FAULTS, trials=trials)
     assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
     assert found.lower_gpu_hours <= found.achievable_gpu_hours
     planned_s = 0.98 * 3600 * found.achievable_gpu_hours
@@ -153,7 +153,7 @@ def test_an_objective_lowers_the_rate_that_a_replica_attains() -> None:
 
     def rate(**slo: float) -> float:
         of = deployment(slo=slo) if slo else deployment()
-        load = survey(arrivals(), ModelNames(["m"])).loads["m"]
+        load = trace_load(arrivals(), ModelNames(["m"])).loads["m"]
         return attained_rate(
             of, of.models[0], "multi-replica", arrivals=arrivals, load=load, seed=1, trials=trials
         )

@@ -14,18 +14,18 @@ from sim.arrivals import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, TRIALS, Trials, attained_rate, rate_attaining
 from sim.simulator import run as simulator_run
-from sim.simulator.run_record import Record
-from sim.workload.per_model_load import ModelNames, survey
+from sim.simulator.run_record import RunRecord
+from sim.workload.per_model_load import ModelNames, trace_load
 
 GIANT = Arrival(0.0, 10_000_000, 20)
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    made: list[Record] = []
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[RunRecord]:
+    made: list[RunRecord] = []
     simulate = simulator_run.simulate
 
-    def kept(*given: Any, **named: Any) -> Record:
+    def kept(*given: Any, **named: Any) -> RunRecord:
         made.append(simulate(*given, **named))
         return made[-1]
 
@@ -43,14 +43,14 @@ def rate(requests: Sequence[Arrival], speed: float = 0.05, trials: Trials = TRIA
         "control": {"tick_s": 1, "slo": {"itl_p95_s": 0.25}},
     }
     of = parse({"models": [model]})
-    load = survey(requests, ModelNames(["m"])).loads["m"]
+    load = trace_load(requests, ModelNames(["m"])).loads["m"]
     return attained_rate(
         of, of.models[0], "multi-replica", arrivals=lambda: requests, load=load, seed=0, trials=trials
     )
 
 
 @pytest.mark.slow
-def test_the_capacity_of_a_short_trace_needs_short_trial_runs(runs: list[Record]) -> None:
+def test_the_capacity_of_a_short_trace_needs_short_trial_runs(runs: list[RunRecord]) -> None:
     assert rate([Arrival(0.0, 200, 20), Arrival(5.0, 200, 20)]) > 0
     assert all(len(run.requests["m"]) <= 2 * AGAIN or run.ends_at < 120 for run in runs)
     # The policy does not decide each second of a trial.
@@ -58,13 +58,13 @@ def test_the_capacity_of_a_short_trace_needs_short_trial_runs(runs: list[Record]
 
 
 @pytest.mark.long
-def test_trials_of_slow_engines_are_bounded(runs: list[Record]) -> None:
+def test_trials_of_slow_engines_are_bounded(runs: list[RunRecord]) -> None:
     rate([Arrival(float(i), 200, 20) for i in range(50)], trials=Trials(most_s=100.0))
     assert TRIALS.most_s > 100.0
     assert all(run.requests["m"].at[-1] <= 100.0 for run in runs)
 
 
-def test_requests_beyond_the_context_length_are_refused_without_a_run(runs: list[Record]) -> None:
+def test_requests_beyond_the_context_length_are_refused_without_a_run(runs: list[RunRecord]) -> None:
     with pytest.raises(ValueError, match=r"only 0.00% of the requests would be within the SLO"):
         rate([GIANT])
     assert not runs

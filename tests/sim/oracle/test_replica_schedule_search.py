@@ -10,34 +10,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.oracle.clairvoyant import Plan, plan_layers
-from sim.oracle.provisioning_problem import Problem
-from sim.oracle.replica_schedule_search import FLUID, Judged, Schedule, Windows, cheapest_path, search
+from sim.oracle.clairvoyant import ReplicaCountPlan, plan_layers
+from sim.oracle.provisioning_problem import ProvisioningProblem
+from sim.oracle.replica_schedule_search import (
+    FLUID,
+    EvaluatedSchedule,
+    ScheduleEvaluation,
+    Windows,
+    cheapest_path,
+    search,
+)
 from sim.simulator.run_record import Floats
 
 # Half an hour of 20 requests a second, more or less; each replica is assumed to take 2.
 BINS = 180
-ASKED = Problem(demand=np.round(200 + 50 * np.sin(np.arange(BINS) / 20)), bin_s=10.0, mu=2.0, lead_s=30.0)
+ASKED = ProvisioningProblem(
+    demand=np.round(200 + 50 * np.sin(np.arange(BINS) / 20)), bin_s=10.0, mu=2.0, lead_s=30.0
+)
 
 
 class Replicas:
     """Replicas that take ``times`` what is assumed, by bin, and miss what is more."""
 
-    def __init__(self, times: Floats, problem: Problem = ASKED) -> None:
-        self.plans: list[Plan] = []
+    def __init__(self, times: Floats, problem: ProvisioningProblem = ASKED) -> None:
+        self.plans: list[ReplicaCountPlan] = []
         self._problem = problem
         self._takes = times * problem.mu * problem.bin_s
 
-    def __call__(self, plan: Plan) -> Judged:
+    def __call__(self, plan: ReplicaCountPlan) -> ScheduleEvaluation:
         self.plans.append(plan)
         bins = range(self._problem.bins)
         held = np.array([plan.most_within(self._problem.bin_s * index, 0.0) for index in bins])
         missed = np.maximum(self._problem.demand - held * self._takes, 0.0)
         attained = 1.0 - float(missed.sum() / self._problem.demand.sum())
-        return Judged(missed, attained, plan.replica_s)
+        return ScheduleEvaluation(missed, attained, plan.replica_s)
 
 
-def cheapest(found: list[Schedule], fluid: bool = False) -> float:
+def cheapest(found: list[EvaluatedSchedule], fluid: bool = False) -> float:
     return min(
         each.run.replica_s
         for each in found
@@ -66,7 +75,7 @@ def test_more_fluid_plans_are_run_until_they_bracket_what_replicas_take(mu: floa
 
 def test_steps_with_the_same_needs_are_not_run_and_do_not_end_the_search() -> None:
     """A replica is assumed to take twenty times the load, and takes 0.8 of it."""
-    idle = Problem(demand=np.ones(12), bin_s=10.0, mu=2.0, least=1)
+    idle = ProvisioningProblem(demand=np.ones(12), bin_s=10.0, mu=2.0, least=1)
     found = search(idle, Replicas(np.full(12, 0.04), idle), runs=10)
     assert [each.needs.tolist() for each in found[:2]] == [[1] * 12, [2] * 12]
     assert found[1].run.attainment == 1.0
@@ -103,12 +112,12 @@ def test_every_schedule_was_run_once_and_no_more_than_asked_for() -> None:
 def test_misses_before_the_judged_bins_are_not_of_the_target() -> None:
     windows = Windows(ASKED, 30)
     assert windows.allowed == pytest.approx(0.01 * ASKED.demand[30:].sum())
-    assert windows.missed(Judged(np.ones(BINS), 0.9, 1.0)) == BINS - 30
+    assert windows.missed(ScheduleEvaluation(np.ones(BINS), 0.9, 1.0)) == BINS - 30
 
 
 @pytest.mark.slow
 def test_replicas_that_never_attain_the_slo_end_the_search() -> None:
-    found = search(ASKED, lambda plan: Judged(ASKED.demand, 0.0, plan.replica_s), runs=10)
+    found = search(ASKED, lambda plan: ScheduleEvaluation(ASKED.demand, 0.0, plan.replica_s), runs=10)
     assert len(found) == 10
     assert all(each.run.attainment == 0.0 for each in found)
 
@@ -120,7 +129,7 @@ def test_a_fleet_whose_whole_count_misses_the_slo_is_run_once() -> None:
 
 
 def test_a_load_that_the_least_count_serves_is_run_once() -> None:
-    idle = Problem(demand=np.ones(12), bin_s=10.0, mu=2.0, least=1)
+    idle = ProvisioningProblem(demand=np.ones(12), bin_s=10.0, mu=2.0, least=1)
     found = search(idle, Replicas(np.ones(12), idle), runs=10)
     assert [each.needs.tolist() for each in found] == [[1] * 12]
 
@@ -130,7 +139,7 @@ def test_a_splice_takes_each_window_from_the_run_that_is_cheaper_there() -> None
     few, many = np.full(BINS, 5), np.full(BINS, 10)
     missed = np.where(np.arange(BINS) < 90, 50.0, 0.0)
     tried = [
-        Schedule(needs, Judged(lost, 0.0, plan_layers(needs, 10.0, 30.0).replica_s))
+        EvaluatedSchedule(needs, ScheduleEvaluation(lost, 0.0, plan_layers(needs, 10.0, 30.0).replica_s))
         for needs, lost in ((few, missed), (many, np.zeros(BINS)))
     ]
     assert windows.splice(tried, windows.allowed).tolist() == [10] * 90 + [5] * 90

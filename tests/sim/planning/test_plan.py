@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.deployment import Deployment, ModelSpec, Price, Shape
+from policy.config.deployment import Deployment, ModelSpec, ProviderPrice, Shape
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import shipped
-from policy.engine.performance_model import Workload
+from policy.engine.performance_model import EngineLoad
 from policy.engine.power import power_model_of
 from policy.errors import ConfigError
 from policy.types import EngineKind
@@ -23,9 +23,9 @@ from sim.arrivals import Arrival
 from sim.planning import demand as demands
 from sim.planning.candidates import Basis, candidates
 from sim.planning.demand import PACKET_BYTES, STREAM_BYTES, Arrivals, demand_of, describe, network
-from sim.planning.fleet_size_search import DEPTH, Trials, fewest
+from sim.planning.fleet_size_search import DEPTH, FleetRuns, fewest
 from sim.planning.plan import fewest_of, plan
-from sim.planning.result import WEEKS_PER_MONTH, Need, PlanRequest, schedule
+from sim.planning.result import WEEKS_PER_MONTH, CapacityPlanRequest, DeviceNeed, schedule
 from tests.policy.engine.test_performance_model_file import content
 from tests.policy.engine.test_performance_model_file import spec as calibrated
 from tests.serve.sim_driver import client_of, engine_of, spec
@@ -44,18 +44,18 @@ def deployment(profile: str = "a100-8b", **slo: Any) -> Deployment:
     return parse({"models": [model]})
 
 
-def trials(document: Deployment, arrivals: Arrivals, started: list[str] | None = None) -> Trials:
+def trials(document: Deployment, arrivals: Arrivals, started: list[str] | None = None) -> FleetRuns:
     def progress(what: str, _at: float, _ends_at: float) -> None:
         if started is not None:
             started.append(what)
 
     demand = demand_of(arrivals(1.0), "trace")
-    return Trials(document, document.models[0], arrivals, demand, seed=3, progress=progress)
+    return FleetRuns(document, document.models[0], arrivals, demand, seed=3, progress=progress)
 
 
 def generated(rps: float, lasts_s: float = 60.0) -> Arrivals:
     def arrivals(factor: float) -> Iterator[Arrival]:
-        load = Workload(lam=rps * factor, input_tokens=900, output_tokens=150)
+        load = EngineLoad(lam=rps * factor, input_tokens=900, output_tokens=150)
         return describe(load, 1.5, lasts_s, seed=7)
 
     return arrivals
@@ -102,7 +102,9 @@ def test_the_parts_of_a_plan_are_consistent() -> None:
     document = deployment()
     tried = trials(document, generated(10.0, 40.0))
     found = candidates(document.models[0], ["a100", "h100"], [1, 2])
-    ask = PlanRequest(growth=(1.5, 2.0), monthly=0.1, module=4, upstream=Price(input=0.5, output=1.5))
+    ask = CapacityPlanRequest(
+        growth=(1.5, 2.0), monthly=0.1, module=4, upstream=ProviderPrice(input=0.5, output=1.5)
+    )
     made = plan(tried, found, ask, load="described", seed=3)
     best = made.options[0]
     assert best.replicas is not None and best.devices == best.replicas * best.degree
@@ -143,11 +145,11 @@ def test_the_best_candidate_is_the_cheapest_if_prices_are_known() -> None:
     orders = {}
     for name, prices in {"a100": {"a100": 0.1, "h100": 9.0}, "h100": {"a100": 9.0, "h100": 0.1}}.items():
         tried = trials(document, generated(10.0, 30.0))
-        made = plan(tried, found, PlanRequest(growth=(), prices=prices), load="described", seed=3)
+        made = plan(tried, found, CapacityPlanRequest(growth=(), prices=prices), load="described", seed=3)
         assert made.by_cost
         orders[name] = made.options[0].kind
     assert orders == {"a100": "a100", "h100": "h100"}
-    request = PlanRequest(growth=(), prices={"a100": 0.1})
+    request = CapacityPlanRequest(growth=(), prices={"a100": 0.1})
     some = plan(trials(document, generated(10.0, 30.0)), found, request, load="described", seed=3)
     assert not some.by_cost and some.options[0].cost_per_h is None
 
@@ -213,7 +215,7 @@ def test_the_busiest_minute_is_the_one_with_most_tokens() -> None:
 
 
 def test_a_generated_load_has_the_requested_means() -> None:
-    load = Workload(lam=20.0, input_tokens=900, output_tokens=150)
+    load = EngineLoad(lam=20.0, input_tokens=900, output_tokens=150)
     demand = demand_of(describe(load, 1.0, 600.0, seed=1), "described")
     assert demand.rps == pytest.approx(20.0, rel=0.05)
     assert demand.input_tokens == pytest.approx(900, rel=0.05)
@@ -284,7 +286,7 @@ def test_a_longer_model_name_enlarges_every_event() -> None:
     assert long - short == 10 * 2000
 
 
-NEEDS = (Need(1.0, 6), Need(2.0, 12), Need(4.0, 24))
+NEEDS = (DeviceNeed(1.0, 6), DeviceNeed(2.0, 12), DeviceNeed(4.0, 24))
 
 
 def test_devices_arrive_when_the_load_exceeds_the_owned_capacity() -> None:
@@ -298,7 +300,7 @@ def test_devices_arrive_when_the_load_exceeds_the_owned_capacity() -> None:
 
 
 def test_the_first_purchase_covers_the_present_need() -> None:
-    first = schedule((Need(1.0, 20),), growth=0.1, module=8, lead_weeks=4)
+    first = schedule((DeviceNeed(1.0, 20),), growth=0.1, module=8, lead_weeks=4)
     assert [(step.month, step.modules, step.devices) for step in first] == [(0.0, 3, 24)]
     assert first[0].order_month < 0
 

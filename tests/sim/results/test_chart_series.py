@@ -14,7 +14,7 @@ from sim.results.chart_series import (
     clock,
     decisions_of,
 )
-from sim.simulator.run_record import Record
+from sim.simulator.run_record import RunRecord
 from tests.sim.records import NAN, STEP, decision, moment, record, requests
 
 
@@ -39,7 +39,7 @@ def test_a_downsampled_run_keeps_its_peaks() -> None:
     moments = [moment(5.0 * i, queued=int(each), wanted=3) for i, each in enumerate(queued)]
     decisions = [(5.0 * i, decision(1, 2, f"reason {i}")) for i in range(20_000)]
     table = requests(np.arange(0.0, 1e5, 1.0), np.full(100_000, 0.1))
-    (found,) = chart_data(Record(ends_at=1e5, requests={"m": table}, moments=moments, decisions=decisions))
+    (found,) = chart_data(RunRecord(ends_at=1e5, requests={"m": table}, moments=moments, decisions=decisions))
     assert len(found.queued) == WINDOWS and np.max(found.queued) == 77
     assert len(found.marks) == MARKS and found.marks[1].text.count("reason") == MAX_DECISIONS
     assert "and 121 more until" in found.marks[1].text
@@ -47,14 +47,14 @@ def test_a_downsampled_run_keeps_its_peaks() -> None:
 
 
 def test_a_model_without_requests_or_ticks_is_drawn_empty() -> None:
-    (found,) = chart_data(Record(ends_at=10.0, requests={"m": requests([], [])}))
+    (found,) = chart_data(RunRecord(ends_at=10.0, requests={"m": requests([], [])}))
     for values in (found.arrivals, found.queued, found.ready, found.ttft.p50):
         assert len(values) == 1 and np.isnan(values).all()
     assert found.stays == () and found.marks == ()
 
 
 def test_windows_without_served_requests_are_gaps() -> None:
-    (found,) = chart_data(Record(ends_at=3.0, requests={"m": requests([0.5, 1.5, 2.5], [0.1, NAN, 0.3])}))
+    (found,) = chart_data(RunRecord(ends_at=3.0, requests={"m": requests([0.5, 1.5, 2.5], [0.1, NAN, 0.3])}))
     assert found.ttft.p50 == pytest.approx([0.1, NAN, 0.3], nan_ok=True)
 
 

@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 
 from policy.types import StartPath
-from sim.results.evaluation_metrics import WINDOW_S, Stretch, score
-from sim.simulator.run_record import HOUR_S, Outcome, Record, Span
+from sim.results.evaluation_metrics import WINDOW_S, RunInterval, score
+from sim.simulator.run_record import HOUR_S, ReplicaLifetime, RequestOutcome, RunRecord
 from tests.sim.records import NAN, requests
 
 
-def span(asked_at: float, ended_at: float | None, *, model: str = "m", gpus: int = 2, cpus: int = 8) -> Span:
-    return Span(0, model, "small", "s", gpus, cpus, StartPath.CACHED, asked_at, ended_at=ended_at)
+def span(
+    asked_at: float, ended_at: float | None, *, model: str = "m", gpus: int = 2, cpus: int = 8
+) -> ReplicaLifetime:
+    return ReplicaLifetime(0, model, "small", "s", gpus, cpus, StartPath.CACHED, asked_at, ended_at=ended_at)
 
 
 def run(
-    met: list[bool], *, every_s: float = 1.0, spans: list[Span] | None = None, gpu_s: float = 0.0
-) -> Record:
+    met: list[bool], *, every_s: float = 1.0, spans: list[ReplicaLifetime] | None = None, gpu_s: float = 0.0
+) -> RunRecord:
     at = every_s * np.arange(len(met), dtype=np.float64)
     table = requests(at, np.full(len(met), 0.1), met=met)
-    return Record(ends_at=len(met) * every_s, requests={"m": table}, spans=spans or [], gpu_s=gpu_s)
+    return RunRecord(ends_at=len(met) * every_s, requests={"m": table}, spans=spans or [], gpu_s=gpu_s)
 
 
 def test_a_score_has_every_metric_of_the_run() -> None:
@@ -31,9 +33,15 @@ def test_a_score_has_every_metric_of_the_run() -> None:
         [0.0, 1.0, 2.0, 3.0, 4.0],
         [0.1, 0.3, NAN, NAN, 9.0],
         met=[True, True, False, False, False],
-        outcome=[Outcome.SERVED, Outcome.SERVED, Outcome.REFUSED, Outcome.EXPIRED, Outcome.FAILED],
+        outcome=[
+            RequestOutcome.SERVED,
+            RequestOutcome.SERVED,
+            RequestOutcome.REFUSED,
+            RequestOutcome.EXPIRED,
+            RequestOutcome.FAILED,
+        ],
     )
-    record = Record(ends_at=10.0, requests={"m": table}, spans=[span(0.0, None)], gpu_s=20.0)
+    record = RunRecord(ends_at=10.0, requests={"m": table}, spans=[span(0.0, None)], gpu_s=20.0)
     found = score(record, "m")
     assert found.attainment == 0.4
     assert found.gpu_hours == pytest.approx(20.0 / HOUR_S)
@@ -46,8 +54,8 @@ def test_a_score_has_every_metric_of_the_run() -> None:
 
 
 def test_requests_served_by_overflow_are_not_failed() -> None:
-    table = requests([0.0], [0.1], met=[False], outcome=[Outcome.OVERFLOWN])
-    found = score(Record(ends_at=1.0, requests={"m": table}), "m")
+    table = requests([0.0], [0.1], met=[False], outcome=[RequestOutcome.OVERFLOWN])
+    found = score(RunRecord(ends_at=1.0, requests={"m": table}), "m")
     assert (found.failed, found.attainment) == (0, 0.0)
     assert math.isnan(found.ttft_p50_s)
     assert math.isnan(found.goodput_per_gpu_hour)
@@ -58,7 +66,7 @@ def test_a_stretch_has_its_own_requests_and_gpu_time() -> None:
     spans = [span(0.0, None), span(50.0, 90.0), span(0.0, 30.0, model="other")]
     record = run([i < 60 for i in range(100)], spans=spans, gpu_s=2 * 170.0)
     record.requests["other"] = record.requests["m"]
-    found = score(record, "m", Stretch(40.0, 80.0))
+    found = score(record, "m", RunInterval(40.0, 80.0))
     assert (found.requests, found.attainment) == (40, 0.5)
     assert found.gpu_hours * HOUR_S == pytest.approx(2 * (40.0 + 30.0))
     assert found.goodput_rps == 0.5
@@ -106,8 +114,8 @@ def test_a_window_without_requests_ends_a_violation() -> None:
 def test_a_stretch_without_requests_is_refused() -> None:
     record = run([True] * 10)
     with pytest.raises(ValueError, match=r"no request of m came from 20 to 30 s"):
-        score(record, "m", Stretch(20.0, 30.0))
+        score(record, "m", RunInterval(20.0, 30.0))
     with pytest.raises(ValueError, match=r"from 5 to 5 s: expected a later end"):
-        Stretch(5.0, 5.0)
+        RunInterval(5.0, 5.0)
     with pytest.raises(KeyError):
         score(record, "nobody")

@@ -10,10 +10,10 @@ import pytest
 
 from policy.config.control import SloConfig
 from sim.charts.page import page
-from sim.oracle.offline_optimum import Bounds
+from sim.oracle.offline_optimum import GpuHourBounds
 from sim.results.chart_series import chart_data
 from sim.results.run_summary import PolicyComparison, PolicyRun, summarise
-from sim.simulator.run_record import Outcome, Record
+from sim.simulator.run_record import RequestOutcome, RunRecord
 from tests.sim.charts.chromium import NAMES, Chromium, found
 from tests.sim.records import NAN, moment, record, requests
 
@@ -48,23 +48,23 @@ OVERFULL = """
 """
 
 
-def study(*records: Record) -> PolicyComparison:
+def study(*records: RunRecord) -> PolicyComparison:
     runs = tuple(
         PolicyRun(NAMED.format(i), summarise(each, None), chart_data(each)) for i, each in enumerate(records)
     )
     objectives = {"m": SloConfig(ttft_p95_s=1.5, itl_p95_s=0.1)}
-    return PolicyComparison("trace.csv", 3, Bounds(why="not asked for"), objectives, runs)
+    return PolicyComparison("trace.csv", 3, GpuHourBounds(why="not asked for"), objectives, runs)
 
 
-def unserved() -> Record:
-    table = requests([0.5, 1.5], [NAN, NAN], outcome=[Outcome.REFUSED] * 2, met=[False] * 2)
-    return Record(
+def unserved() -> RunRecord:
+    table = requests([0.5, 1.5], [NAN, NAN], outcome=[RequestOutcome.REFUSED] * 2, met=[False] * 2)
+    return RunRecord(
         ends_at=60.0, requests={"m": table}, moments=[moment(5.0 * i, met=0.0) for i in range(1, 13)]
     )
 
 
-def brief() -> Record:
-    return Record(ends_at=0.4, requests={"m": requests([0.1], [0.2])}, moments=[moment(0.0)])
+def brief() -> RunRecord:
+    return RunRecord(ends_at=0.4, requests={"m": requests([0.1], [0.2])}, moments=[moment(0.0)])
 
 
 STUDIES = {

@@ -13,9 +13,9 @@ from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
 from sim.arrivals import Arrival
-from sim.oracle.offline_optimum import Bounds
+from sim.oracle.offline_optimum import GpuHourBounds
 from sim.results.run_summary import PolicyEntry, compare, summarise
-from sim.simulator.run_record import Outcome, Record
+from sim.simulator.run_record import RequestOutcome, RunRecord
 from tests.sim.records import NAN, decision, record, requests
 
 DEPLOYMENT = parse(
@@ -47,7 +47,7 @@ def test_each_contender_gets_the_same_arrivals_and_its_own_policies() -> None:
         policies: Mapping[str, Policy],
         arrivals: Iterable[Arrival],
         report: Callable[[float], None],
-    ) -> Record:
+    ) -> RunRecord:
         played.append((policies, list(arrivals)))
         report(600.0)
         return record(minutes=10 * len(played))
@@ -57,14 +57,14 @@ def test_each_contender_gets_the_same_arrivals_and_its_own_policies() -> None:
 
     contenders = (contender("predictive"), contender("static"))
     reports: list[tuple[str, float]] = []
-    kept: dict[str, Record] = {}
+    kept: dict[str, RunRecord] = {}
     found = compare(
         contenders,
         arrivals,
         play,
         trace="t.csv",
         seed=7,
-        bounds=Bounds(lower_gpu_hours=0.5, achievable_gpu_hours=0.6),
+        bounds=GpuHourBounds(lower_gpu_hours=0.5, achievable_gpu_hours=0.6),
         progress=lambda name, at: reports.append((name, at)),
         kept=kept.__setitem__,
     )
@@ -84,14 +84,23 @@ def test_each_contender_gets_the_same_arrivals_and_its_own_policies() -> None:
     json.dumps(decoded, allow_nan=False)
 
 
-MIXED = (Outcome.SERVED, Outcome.SERVED, Outcome.REFUSED, Outcome.EXPIRED, Outcome.FAILED, Outcome.OVERFLOWN)
+MIXED = (
+    RequestOutcome.SERVED,
+    RequestOutcome.SERVED,
+    RequestOutcome.REFUSED,
+    RequestOutcome.EXPIRED,
+    RequestOutcome.FAILED,
+    RequestOutcome.OVERFLOWN,
+)
 
 
 def test_every_outcome_is_counted_and_unanswered_requests_count_as_failed() -> None:
     table = requests(
         range(6), [0.1, 0.3, NAN, NAN, NAN, 0.2], outcome=MIXED, met=[True, False, False, False, False, True]
     )
-    found = summarise(Record(ends_at=4.0, requests={"m": table}, decisions=[(1.0, decision(1, 2, "more"))]))
+    found = summarise(
+        RunRecord(ends_at=4.0, requests={"m": table}, decisions=[(1.0, decision(1, 2, "more"))])
+    )
     assert (found.requests, found.failed, found.refused, found.expired, found.overflown) == (6, 3, 1, 1, 1)
     assert found.attainment == pytest.approx(2 / 6)
     assert found.goodput_rps == pytest.approx(2 / 4)
@@ -101,16 +110,16 @@ def test_every_outcome_is_counted_and_unanswered_requests_count_as_failed() -> N
 
 def test_all_models_are_summarised_together() -> None:
     one, other = requests([0.0, 1.0, 2.0], [0.1] * 3), requests([0.5], [0.9], met=[False])
-    found = summarise(Record(ends_at=3.0, requests={"one": one, "other": other}))
+    found = summarise(RunRecord(ends_at=3.0, requests={"one": one, "other": other}))
     assert found.requests == 4 and found.attainment == pytest.approx(0.75)
     assert found.ttft_p50_s == pytest.approx(0.1) and found.ttft_p99_s == pytest.approx(0.876)
 
 
 @pytest.mark.parametrize("served", [[], [NAN, NAN]])
 def test_latencies_without_served_requests_are_none(served: list[float]) -> None:
-    outcome = [Outcome.REFUSED] * len(served)
+    outcome = [RequestOutcome.REFUSED] * len(served)
     table = requests(range(len(served)), served, outcome=outcome, met=[False] * len(served))
-    found = summarise(Record(ends_at=0.0, requests={"m": table}))
+    found = summarise(RunRecord(ends_at=0.0, requests={"m": table}))
     assert found.attainment == (0.0 if served else None)
     assert (found.ttft_p50_s, found.itl_p95_s, found.e2e_p99_s, found.goodput_rps) == (None, None, None, 0.0)
     # Strict JSON: a NaN would be no number there either.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from policy.adapter_placement.types import Host
+from policy.adapter_placement.types import PlacementHost
 from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import profile
@@ -14,18 +14,25 @@ from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.scaling.policies.registry import choose, make
 from sim.arrivals import Arrival
-from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, Traffic, arrivals, run_events
+from sim.benchmarks.adapters.benchmark import (
+    LOAD_S,
+    PROFILE,
+    AdapterTraffic,
+    PlacementRunResult,
+    arrivals,
+    run_events,
+)
 from sim.benchmarks.adapters.contenders import (
-    LeastLoaded,
+    LeastLoadedPlacement,
     PlacementPolicy,
     PlannedPlacement,
     ReplicaSetup,
     ServeMultiplex,
 )
 from sim.simulator.adapters import SimulatedPlacement, SimulatedSlots
-from sim.simulator.fault_scenario import Scenario
+from sim.simulator.fault_scenario import FaultScenario
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Record
+from sim.simulator.run_record import RunRecord
 
 REPLICAS, SLOTS = 4, 8
 
@@ -40,7 +47,7 @@ def test_requested_adapters_are_resident_after_a_plan_and_one_more_heartbeat() -
     for name, slots in replicas.items():
         placing.beat(name, slots, 3, 10.0)
         assert not slots.requests, "it is reported once"
-    placing.replan([Host(id=name, key=hash_name(name), slots=8) for name in replicas], 10.0)
+    placing.replan([PlacementHost(id=name, key=hash_name(name), slots=8) for name in replicas], 10.0)
     assert {home.name for home in placing.plan.homes} == set("abc")
     assert all(slots.next(10.0) is None for slots in replicas.values())
     for name, slots in replicas.items():
@@ -63,18 +70,18 @@ def deployment() -> Deployment:
     return parse({"models": [model]})
 
 
-def simulated(requests: list[Arrival]) -> Record:
+def simulated(requests: list[Arrival]) -> RunRecord:
     policies = {"m": make(choose("policy", "static"))}
-    return simulate(deployment(), policies, requests, scenario=Scenario(adapter_load_s=LOAD_S))
+    return simulate(deployment(), policies, requests, scenario=FaultScenario(adapter_load_s=LOAD_S))
 
 
-def played(name: str, requests: list[Arrival], seed: int) -> RunOutcome:
+def played(name: str, requests: list[Arrival], seed: int) -> PlacementRunResult:
     found = profile(PROFILE)
     equipment = ReplicaSetup(Timing(limits=found.limits(1), model=found.model), SLOTS, LOAD_S)
     rng = random.Random(seed)  # noqa: S311 - chance, not secrecy
     policies: dict[str, PlacementPolicy] = {
         "placement": PlannedPlacement(REPLICAS, rng, equipment),
-        "least_loaded": LeastLoaded(REPLICAS, rng),
+        "least_loaded": LeastLoadedPlacement(REPLICAS, rng),
         "serve_multiplex": ServeMultiplex(REPLICAS, rng),
     }
     return run_events(policies[name], equipment, requests, REPLICAS)
@@ -82,7 +89,7 @@ def played(name: str, requests: list[Arrival], seed: int) -> RunOutcome:
 
 def asked(requests: int, seed: int) -> list[Arrival]:
     return arrivals(
-        Traffic(adapters=1000, exponent=1.0, rate=100.0, requests=requests, together=1.5, seed=seed)
+        AdapterTraffic(adapters=1000, exponent=1.0, rate=100.0, requests=requests, together=1.5, seed=seed)
     )
 
 

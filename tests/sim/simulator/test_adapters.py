@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from policy.adapter_placement.slots import PATIENCE_S
 from policy.wire.heartbeat import AdapterRef
-from sim.simulator.adapters import InTurnSlots, LeastRecentlyUsedSlots, SimulatedSlots
+from sim.simulator.adapters import LeastRecentlyUsedSlots, SequentialLoadSlots, SimulatedSlots
 from tests.serve.engine.fakes import User, quiet, replica, wanted
 
 
@@ -103,7 +103,7 @@ def test_the_least_recently_used_is_evicted() -> None:
 
 
 def test_in_turn_slots_serve_requests_in_order_of_arrival() -> None:
-    slots = InTurnSlots(1)
+    slots = SequentialLoadSlots(1)
     requests = (("1", "a"), ("2", "b"), ("3", "a"), ("4", "c"))
     for request, adapter in requests:
         assert not slots.submit(request, adapter, 0.0)
@@ -130,7 +130,7 @@ def test_changes_count_evictions_and_ended_loads() -> None:
 @given(
     st.integers(0, 2**32),
     st.integers(1, 4),
-    st.sampled_from([SimulatedSlots, LeastRecentlyUsedSlots, InTurnSlots]),
+    st.sampled_from([SimulatedSlots, LeastRecentlyUsedSlots, SequentialLoadSlots]),
 )
 def test_requests_use_only_loaded_adapters(seed: int, capacity: int, rules: type[SimulatedSlots]) -> None:
     rng = random.Random(seed)  # noqa: S311 - no secret is drawn

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ConfigError
-from sim.simulator.fault_scenario import Crash, Slowdown, scenario_of
+from sim.simulator.fault_scenario import CrashFault, SlowdownFault, scenario_of
 
 
 def written(folder: Path, text: str) -> Path:
@@ -28,14 +28,14 @@ slow: [{at: 10, until: 20, factor: 2, model: m}]
 """
     found = scenario_of(written(tmp_path, text), ["m"])
     assert (found.cold_s, found.cached_s, found.sleeping_s, found.spread) == (120.0, 40.5, None, 0.1)
-    assert found.crashes == (Crash(at=600.0),)
-    assert found.slow == (Slowdown(at=10.0, until=20.0, factor=2.0, model="m"),)
+    assert found.crashes == (CrashFault(at=600.0),)
+    assert found.slow == (SlowdownFault(at=10.0, until=20.0, factor=2.0, model="m"),)
 
 
 def test_the_scenario_of_the_docs_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "simulation.md").read_text()
     (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert scenario_of(written(tmp_path, text), []).crashes == (Crash(at=900.0),)
+    assert scenario_of(written(tmp_path, text), []).crashes == (CrashFault(at=900.0),)
 
 
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])

@@ -12,16 +12,18 @@ from policy.engine.builtin_profiles import max_request_tokens, shipped
 from policy.scaling.policies.registry import choose, make
 from sim.arrivals import Arrival
 from sim.planning.demand import met_alone
-from sim.simulator.fault_scenario import Crash, Scenario
+from sim.simulator.fault_scenario import CrashFault, FaultScenario
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Outcome
+from sim.simulator.run_record import RequestOutcome
 from tests.sim.simulator.test_run import deployment
 
 # Of the profile: 2048 tokens of context, and 23,296 of KV cache.
 PROFILE = "cpu-smollm2-135m"
 
 
-def outcomes(whole: list[int], model_args: dict[str, Any], shape_args: dict[str, Any]) -> list[Outcome]:
+def outcomes(
+    whole: list[int], model_args: dict[str, Any], shape_args: dict[str, Any]
+) -> list[RequestOutcome]:
     """The outcomes on one replica of requests of so many tokens with answers of eight."""
     model = {
         "name": "m",
@@ -34,7 +36,7 @@ def outcomes(whole: list[int], model_args: dict[str, Any], shape_args: dict[str,
     trace = [Arrival(10.0 * i, tokens - 8, 8) for i, tokens in enumerate(whole)]
     policies = {"m": make(choose("policy", "static"))}
     record = simulate(parse({"models": [model]}), policies, trace)
-    return [Outcome(outcome) for outcome in record.requests["m"].outcome.tolist()]
+    return [RequestOutcome(outcome) for outcome in record.requests["m"].outcome.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_a_request_longer_than_the_context_fails(
     model_args: dict[str, Any], shape_args: dict[str, Any], most: int
 ) -> None:
     found = outcomes([most, most + 1, 100], model_args, shape_args)
-    assert found == [Outcome.SERVED, Outcome.FAILED, Outcome.SERVED]
+    assert found == [RequestOutcome.SERVED, RequestOutcome.FAILED, RequestOutcome.SERVED]
 
 
 def test_no_count_serves_a_request_longer_than_the_context() -> None:
@@ -86,7 +88,7 @@ def test_a_retry_after_a_crash_before_the_first_token_spends_no_budget() -> None
         document,
         {"m": make(choose("policy", "static"))},
         sorted(trace),
-        scenario=Scenario(crashes=(Crash(at=200.2),)),
+        scenario=FaultScenario(crashes=(CrashFault(at=200.2),)),
         seed=1,
     )
-    assert set(record.requests["m"].outcome.tolist()) == {Outcome.SERVED}
+    assert set(record.requests["m"].outcome.tolist()) == {RequestOutcome.SERVED}

@@ -14,7 +14,7 @@ from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import choose, make
 from sim.arrivals import Arrival
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Outcome, Requests
+from sim.simulator.run_record import RequestColumns, RequestOutcome
 from tests.sim.simulator.test_run import arrivals, steps
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def of(tenant: str, rate: float, seed: int, lasts_s: float = LASTS_S) -> Iterato
     return (each._replace(tenant=tenant) for each in arrivals(rate, lasts_s, seed, output=16.0))
 
 
-def run(document: Deployment, *traces: Iterator[Arrival]) -> tuple[Requests, list[str]]:
+def run(document: Deployment, *traces: Iterator[Arrival]) -> tuple[RequestColumns, list[str]]:
     trace = list(heapq.merge(*traces, key=lambda arrival: arrival.at))
     record = simulate(document, {"m": make(choose("policy", {"static": {"replicas": 2}}))}, trace)
     return record.requests["m"], [arrival.tenant for arrival in trace]
@@ -52,20 +52,20 @@ def test_admitted_requests_keep_their_latency_at_five_times_the_capacity() -> No
     for i in range(3):
         # The first seconds of a phase still serve the queue of the phase before.
         phase = (requests.at >= i * LASTS_S + 10) & (requests.at < (i + 1) * LASTS_S)
-        served = phase & (requests.outcome == Outcome.SERVED)
+        served = phase & (requests.outcome == RequestOutcome.SERVED)
         ttft_p95.append(float(np.quantile(requests.ttft_s[served], 0.95)))
         goodput.append(int((requests.ttft_s[served] <= TTFT_S).sum()))
         outcomes.append(set(requests.outcome[phase].tolist()))
     assert ttft_p95[1] <= 1.5 * max(ttft_p95[0], TTFT_S / 2), ttft_p95
     assert goodput[1] >= 0.9 * goodput[0], goodput
     # Excess requests are refused at once: none is admitted and then fails or expires.
-    assert outcomes[1] == {Outcome.SERVED, Outcome.REFUSED}
+    assert outcomes[1] == {RequestOutcome.SERVED, RequestOutcome.REFUSED}
     assert goodput[2] >= 0.9 * goodput[0], goodput
 
 
 def test_a_tenant_with_ten_times_the_demand_gets_an_equal_share() -> None:
     requests, tenants = run(deployment(), of("light", CAPACITY, 0), of("heavy", 10 * CAPACITY, 10))
-    served = requests.outcome == Outcome.SERVED
+    served = requests.outcome == RequestOutcome.SERVED
     light, heavy = (int((served & (np.array(tenants) == name)).sum()) for name in ("light", "heavy"))
     jain = (light + heavy) ** 2 / (2 * (light**2 + heavy**2))
     assert jain >= 0.98, (light, heavy)
@@ -126,5 +126,5 @@ def test_a_switch_by_halves_refuses_nothing_that_is_served_in_time(seed: int) ->
     made = simulate(document, {"m": make(choose("policy", "predictive"))}, iter(trace))
     assert [each.mode for _, each in made.decisions if each.mode != each.was_mode][:1] == ["tp1"]
     requests = made.requests["m"]
-    assert np.all(requests.outcome == Outcome.SERVED)
+    assert np.all(requests.outcome == RequestOutcome.SERVED)
     assert np.max(requests.queued_s) < 60

@@ -9,7 +9,7 @@ import pytest
 
 from policy.config.control import ControlConfig
 from sim.simulator.request_log import RequestLog
-from sim.simulator.run_record import Outcome, Requests
+from sim.simulator.run_record import RequestColumns, RequestOutcome
 
 REQUESTS = 50_000
 # The bytes of the columns per request, and the spare room of a growing buffer.
@@ -29,7 +29,7 @@ def test_a_request_takes_few_bytes_also_while_all_are_read() -> None:
     finally:
         tracemalloc.stop()
     assert len(table) == REQUESTS and peak < SPARE * BYTES * REQUESTS
-    columns = [getattr(table, name) for name in Requests.__slots__]
+    columns = [getattr(table, name) for name in RequestColumns.__slots__]
     assert sum(column.itemsize for column in columns) == BYTES
 
 
@@ -40,7 +40,9 @@ def test_a_request_without_an_end_is_not_served() -> None:
     assert table.at.tolist() == [0.5, 1.5]
     assert table.input_tokens.tolist() == [7, 10_000_000] and table.output_tokens.tolist() == [8, 9]
     assert table.cached_tokens.tolist() == [0, 0] and table.replica.tolist() == [-1, -1]
-    assert (table.outcome == Outcome.FAILED).all() and not table.met.any() and table.met.dtype == np.bool_
+    assert (
+        (table.outcome == RequestOutcome.FAILED).all() and not table.met.any() and table.met.dtype == np.bool_
+    )
     for times in (table.queued_s, table.ttft_s, table.itl_s, table.e2e_s):
         assert np.isnan(times).all()
 

@@ -18,13 +18,13 @@ from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from serve.state.desired_state import first_target
 from sim.arrivals import Arrival
-from sim.simulator.fault_scenario import Crash, Scenario, Slowdown
+from sim.simulator.fault_scenario import CrashFault, FaultScenario, SlowdownFault
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Outcome, Record
+from sim.simulator.run_record import RequestOutcome, RunRecord
 from store.yaml_file import read_yaml
 
-SCENARIO = Scenario(
-    crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
+SCENARIO = FaultScenario(
+    crashes=(CrashFault(at=200.0),), slow=(SlowdownFault(at=100.0, until=300.0, factor=2.0),), spread=0.1
 )
 
 
@@ -57,34 +57,40 @@ def steps(*rates: float, each_s: float = 120.0, seed: int = 0, output: float = 8
             yield arrival._replace(at=arrival.at + i * each_s)
 
 
-def run(document: Deployment, trace: Iterator[Arrival], policy: object = "predictive", **more: Any) -> Record:
+def run(
+    document: Deployment, trace: Iterator[Arrival], policy: object = "predictive", **more: Any
+) -> RunRecord:
     made = make(choose("policy", policy))
     return simulate(document, {spec.name: made for spec in document.models}, trace, **more)
 
 
 @pytest.fixture(scope="module")
-def ramp() -> Record:
+def ramp() -> RunRecord:
     return run(deployment(), steps(1.0, 5.0, 1.0), scenario=SCENARIO)
 
 
 @pytest.mark.slow
-def test_every_request_has_one_end(ramp: Record) -> None:
+def test_every_request_has_one_end(ramp: RunRecord) -> None:
     came = list(steps(1.0, 5.0, 1.0))
     requests = ramp.requests["m"]
     assert len(requests) == len(came)
     assert requests.at.tolist() == [arrival.at for arrival in came]
     assert requests.output_tokens.tolist() == [arrival.output_tokens for arrival in came]
-    served = requests.outcome == Outcome.SERVED
+    served = requests.outcome == RequestOutcome.SERVED
     assert not served.all()  # of those on the replica that crashed some are lost
-    assert set(np.unique(requests.outcome)) == {Outcome.SERVED, Outcome.REFUSED, Outcome.FAILED}
+    assert set(np.unique(requests.outcome)) == {
+        RequestOutcome.SERVED,
+        RequestOutcome.REFUSED,
+        RequestOutcome.FAILED,
+    }
     assert not np.isnan(requests.e2e_s[served]).any() and np.isnan(requests.e2e_s[~served]).all()
     assert (requests.replica[served] >= 0).all()
 
 
 @pytest.mark.slow
-def test_no_request_has_an_event_before_its_cause(ramp: Record) -> None:
+def test_no_request_has_an_event_before_its_cause(ramp: RunRecord) -> None:
     requests = ramp.requests["m"]
-    served = requests.outcome == Outcome.SERVED
+    served = requests.outcome == RequestOutcome.SERVED
     queued, ttft, e2e = (column[served] for column in (requests.queued_s, requests.ttft_s, requests.e2e_s))
     assert (queued >= 0).all() and (ttft > queued).all() and (e2e >= ttft).all()
     came = requests.at[served]
@@ -96,17 +102,17 @@ def test_no_request_has_an_event_before_its_cause(ramp: Record) -> None:
 
 
 @pytest.mark.slow
-def test_a_draining_replica_finishes_its_requests(ramp: Record) -> None:
+def test_a_draining_replica_finishes_its_requests(ramp: RunRecord) -> None:
     left = [span for span in ramp.spans if span.leaves_at is not None]
     assert left
     requests = ramp.requests["m"]
     crashed = {span.number for span in ramp.spans if span.crashed}
-    lost = requests.replica[requests.outcome == Outcome.FAILED]
+    lost = requests.replica[requests.outcome == RequestOutcome.FAILED]
     assert crashed and set(lost.tolist()) <= crashed
 
 
 @pytest.mark.slow
-def test_gpu_time_counts_from_the_start_request(ramp: Record) -> None:
+def test_gpu_time_counts_from_the_start_request(ramp: RunRecord) -> None:
     held = sum((span.ended_at or 0.0) - span.asked_at for span in ramp.spans)
     assert ramp.gpu_s == pytest.approx(held)
     # An L4 and its share of a server draw 76 W idle and 132 W under load.
@@ -120,7 +126,7 @@ def test_gpu_time_counts_from_the_start_request(ramp: Record) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_bytes(ramp: Record) -> None:
+def test_the_same_seed_gives_the_same_bytes(ramp: RunRecord) -> None:
     again = run(deployment(), steps(1.0, 5.0, 1.0), scenario=SCENARIO)
     for name in ("ttft_s", "e2e_s", "replica", "outcome"):
         first, second = (getattr(record.requests["m"], name).tobytes() for record in (ramp, again))
@@ -139,7 +145,7 @@ def test_queued_requests_are_served_in_the_order_of_arrival() -> None:
     )
     trace = (Arrival(i * 0.05, 200, 20) for i in range(200))
     requests = run(one, trace, {"static": {"replicas": 1}}).requests["m"]
-    assert (requests.outcome == Outcome.SERVED).all() and requests.queued_s.max() > 5.0
+    assert (requests.outcome == RequestOutcome.SERVED).all() and requests.queued_s.max() > 5.0
     sent = requests.at + requests.queued_s
     assert (np.diff(sent) >= 0).all()
 
@@ -155,14 +161,14 @@ def test_replicas_scale_up_and_down_with_the_load() -> None:
 
 def test_overlapping_slowdowns_multiply() -> None:
     slow = (
-        Slowdown(at=10.0, until=50.0, factor=2.0),
-        Slowdown(at=20.0, until=30.0, factor=3.0),
-        Slowdown(at=40.0, until=60.0, factor=0.5),
-        Slowdown(at=60.0, until=70.0, factor=4.0),
+        SlowdownFault(at=10.0, until=50.0, factor=2.0),
+        SlowdownFault(at=20.0, until=30.0, factor=3.0),
+        SlowdownFault(at=40.0, until=60.0, factor=0.5),
+        SlowdownFault(at=60.0, until=70.0, factor=4.0),
     )
     # One request at a time, in the middle of every ten seconds.
     trace = [Arrival(at, 100, 5) for at in np.arange(5.0, 85.0, 10.0).tolist()]
-    took = run(deployment(), iter(trace), "static", scenario=Scenario(slow=slow)).requests["m"].e2e_s
+    took = run(deployment(), iter(trace), "static", scenario=FaultScenario(slow=slow)).requests["m"].e2e_s
     assert took / took[0] == pytest.approx([1.0, 2.0, 6.0, 2.0, 1.0, 0.5, 4.0, 1.0])
 
 
@@ -206,7 +212,7 @@ def test_a_request_starts_a_model_at_zero_replicas() -> None:
     )
     record = run(document, iter([Arrival(5.0, 100, 10), Arrival(400.0, 100, 10)]))
     requests = record.requests["m"]
-    assert (requests.outcome == Outcome.SERVED).all()
+    assert (requests.outcome == RequestOutcome.SERVED).all()
     assert any(moment.ready == 0 and moment.wanted == 0 for moment in record.moments)
     assert requests.ttft_s[1] > 30.0  # it waited for a start
 
@@ -232,7 +238,7 @@ def test_a_ladder_of_three_modes_is_climbed_up_and_down() -> None:
     record = run(document, steps(10.0, 60.0, 120.0, 60.0, each_s=120.0, output=300.0))
     modes = [mode for mode, _ in groupby(moment.mode for moment in record.moments)]
     assert modes == ["tp8", "tp4", "tp1", "tp4"]
-    assert not (record.requests["m"].outcome == Outcome.FAILED).any()
+    assert not (record.requests["m"].outcome == RequestOutcome.FAILED).any()
     assert record.gpu_s == pytest.approx(8 * record.ends_at)
 
 
@@ -247,7 +253,7 @@ def test_a_fallback_provider_takes_refused_requests_within_its_spend_cap() -> No
     }
     record = run(deployment(upstreams=[upstream]), arrivals(12.0, 120.0), {"static": {"replicas": 1}})
     outcome = record.requests["m"].outcome
-    assert (outcome == Outcome.OVERFLOWN).any() and (outcome == Outcome.REFUSED).any()
+    assert (outcome == RequestOutcome.OVERFLOWN).any() and (outcome == RequestOutcome.REFUSED).any()
     assert 0.0 < record.overflow_cost <= 0.05
 
 
@@ -278,7 +284,7 @@ def test_a_schedule_holds_by_the_clock_of_its_time_zone() -> None:
     scale = {"schedules": [morning], "hold_s": 10}
     starts_at = datetime.fromisoformat("2024-07-01T05:55:00+00:00")
     made = run(
-        deployment(control={"scale": scale}), arrivals(0.2, 900), scenario=Scenario(starts_at=starts_at)
+        deployment(control={"scale": scale}), arrivals(0.2, 900), scenario=FaultScenario(starts_at=starts_at)
     )
     counts = [(at, decision.count) for at, decision in made.decisions if at >= 299]
     raised = next(at for at, count in counts if count == 4)
@@ -304,7 +310,7 @@ def test_requests_are_admitted_and_judged_by_the_slo_of_their_priority() -> None
             for i, arrival in enumerate(arrivals(3.0, 120))
         ]
         made = run(document, iter(trace), {"static": {"replicas": 1}}).requests["m"]
-        return [float((made.outcome[i::2] == Outcome.SERVED).mean()) for i in (0, 1)]
+        return [float((made.outcome[i::2] == RequestOutcome.SERVED).mean()) for i in (0, 1)]
 
     assert shares({})[1] < 0.9
     assert shares({"sheddable": {"ttft_p95_s": 100.0}})[1] == 1.0

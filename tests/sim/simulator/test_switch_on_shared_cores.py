@@ -13,7 +13,7 @@ from sim.arrivals import Arrival
 from sim.benchmarks.mode_switching import fixed_mode
 from sim.results.run_summary import PolicyEntry
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Record
+from sim.simulator.run_record import RunRecord
 from tidegate.deployment_file import load
 
 DOCUMENT = Path(__file__).parents[3] / "deployments" / "smollm2-cpu-modes.yaml"
@@ -28,7 +28,7 @@ def burst() -> Iterator[Arrival]:
         at += 1 / 2 if 10 <= at < 55 else 2.0
 
 
-def played() -> dict[str, Record]:
+def played() -> dict[str, RunRecord]:
     document = load(DOCUMENT).deployment
     (spec,) = document.models
     by_load = PolicyEntry("by load", document, {spec.name: make(choose("", "predictive"))})

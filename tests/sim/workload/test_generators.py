@@ -14,9 +14,14 @@ import pytest
 
 from policy.wire.capture import BLOCK_TOKENS
 from sim.arrivals import Arrival
-from sim.workload.generators.arrivals import Diurnal, Flash, Ramp, RateShape, arrival_times
+from sim.workload.generators.arrivals import Diurnal, FlashCrowd, Ramp, RateShape, arrival_times
 from sim.workload.generators.generate import Conversations, ConversationState, GeneratedWorkload, generate
-from sim.workload.generators.request_distributions import Lengths, Popularity, sample_adapter, sample_length
+from sim.workload.generators.request_distributions import (
+    AdapterPopularity,
+    LengthDistribution,
+    sample_adapter,
+    sample_length,
+)
 
 
 def rng(seed: int = 1) -> random.Random:
@@ -44,8 +49,8 @@ DAY = {"diurnal": Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)}
 RISE = {"ramp": Ramp(factor=4.0, from_s=100.0, rise_s=100.0)}
 
 
-def flash(**more: float) -> dict[str, tuple[Flash, ...]]:
-    return {"flashes": (Flash(at_s=100.0, factor=5.0, hold_s=50.0, **more),)}
+def flash(**more: float) -> dict[str, tuple[FlashCrowd, ...]]:
+    return {"flashes": (FlashCrowd(at_s=100.0, factor=5.0, hold_s=50.0, **more),)}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_the_rate_is_that_of_its_shapes(shapes: dict[str, Any], at: float, rate:
         RateShape(rate=4.0, diurnal=Diurnal(period_s=2000.0, swing=1.0, peak_s=500.0)),
         RateShape(rate=4.0, cv=2.0, ramp=Ramp(factor=5.0, rise_s=3000.0)),
         RateShape(
-            rate=4.0, flashes=(Flash(at_s=1000.0, factor=8.0, hold_s=500.0, rise_s=100.0, fall_s=300.0),)
+            rate=4.0, flashes=(FlashCrowd(at_s=1000.0, factor=8.0, hold_s=500.0, rise_s=100.0, fall_s=300.0),)
         ),
         RateShape(rate=4.0, ramp=Ramp(factor=0.0, rise_s=1000.0)),
     ],
@@ -94,12 +99,12 @@ def test_a_rate_that_ends_within_an_integration_cell_keeps_its_arrivals() -> Non
 
 
 def test_lengths_have_their_quantiles() -> None:
-    draw = sample_length(Lengths(p50=1020, p99=4142), rng(), no_trace)
+    draw = sample_length(LengthDistribution(p50=1020, p99=4142), rng(), no_trace)
     made = sorted(draw() for _ in range(20_000))
     assert made[10_000] == pytest.approx(1020, rel=0.03) and made[19_800] == pytest.approx(4142, rel=0.06)
-    cut = sample_length(Lengths(p50=1020, p99=4142, max=2000), rng(), no_trace)
+    cut = sample_length(LengthDistribution(p50=1020, p99=4142, max=2000), rng(), no_trace)
     assert max(cut() for _ in range(5000)) == 2000
-    least = sample_length(Lengths(p50=1, p99=1), rng(), no_trace)
+    least = sample_length(LengthDistribution(p50=1, p99=1), rng(), no_trace)
     assert least() == 1
     assert sample_length(7, rng(), no_trace)() == 7
 
@@ -111,19 +116,19 @@ def test_lengths_are_drawn_with_their_frequency_in_the_trace() -> None:
         read.append(path)
         return [100] * 90_000 + [900] * 10_000  # more than are kept
 
-    draw = sample_length(Lengths(trace="a.csv", max=800), rng(), of_trace)
+    draw = sample_length(LengthDistribution(trace="a.csv", max=800), rng(), of_trace)
     made = Counter(draw() for _ in range(5000))
     assert set(made) == {100, 800} and made[800] / 5000 == pytest.approx(0.1, abs=0.02)
     assert read == ["a.csv"]
 
 
 def test_adapters_follow_zipf() -> None:
-    choose = sample_adapter(Popularity(count=50, exponent=1.0, share=0.8), rng())
+    choose = sample_adapter(AdapterPopularity(count=50, exponent=1.0, share=0.8), rng())
     counts = Counter(choose() for _ in range(20_000))
     assert counts[""] / 20_000 == pytest.approx(0.2, abs=0.02)
     assert counts["adapter-1"] / counts["adapter-2"] == pytest.approx(2.0, rel=0.1)
     assert len(counts) == 51
-    named = sample_adapter(Popularity(names=("sql", "pirate"), exponent=0.0), rng())
+    named = sample_adapter(AdapterPopularity(names=("sql", "pirate"), exponent=0.0), rng())
     assert set(Counter(named() for _ in range(100))) == {"sql", "pirate"}
 
 
@@ -177,9 +182,9 @@ def test_a_conversation_ends_before_the_maximum_length() -> None:
 
 SPEC = GeneratedWorkload(
     arrivals=RateShape(rate=5.0, cv=2.0),
-    input_tokens=Lengths(p50=100, p99=1000),
-    output_tokens=Lengths(p50=50, p99=200),
-    adapters=Popularity(count=5),
+    input_tokens=LengthDistribution(p50=100, p99=1000),
+    output_tokens=LengthDistribution(p50=50, p99=200),
+    adapters=AdapterPopularity(count=5),
 )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sim.arrivals import Arrival
-from sim.workload.per_model_load import ModelNames, survey
+from sim.workload.per_model_load import ModelNames, trace_load
 
 
 def test_requests_are_counted_by_model_and_second() -> None:
-    found = survey(
+    found = trace_load(
         iter(
             [
                 Arrival(0.2, 10, 1),
@@ -27,12 +27,12 @@ def test_requests_are_counted_by_model_and_second() -> None:
 def test_requests_beyond_the_context_length_are_counted() -> None:
     asked = [Arrival(float(i), tokens, 48) for i, tokens in enumerate([1952, 1953, 4000])]
     addressing = ModelNames(["m"])
-    assert survey(asked, addressing, {"m": 2000}).loads["m"].too_long == 2
-    assert survey(asked, addressing, {"n": 2000}).loads["m"].too_long == 0
+    assert trace_load(asked, addressing, {"m": 2000}).loads["m"].too_long == 2
+    assert trace_load(asked, addressing, {"n": 2000}).loads["m"].too_long == 0
 
 
 def test_an_empty_trace_has_no_load() -> None:
-    assert survey([], ModelNames(["m"])).loads == {}
+    assert trace_load([], ModelNames(["m"])).loads == {}
 
 
 def test_the_only_model_takes_all_requests_and_reports_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from policy.wire.capture import CaptureLine
 from sim.workload.traces.detect_format import open_trace
-from sim.workload.workload_spec import Spec
+from sim.workload.workload_spec import WorkloadSpec
 from tests.test_configuration_reference import ROOT, default_of, kind_of, sections
 
 PAGE = (Path(__file__).parents[3] / "docs" / "traces.md").read_text()
@@ -35,7 +35,7 @@ def test_the_page_describes_every_key_and_its_values() -> None:
             (field.encode_name, kind_of(field.type, field.encode_name), default_of(field, path))
             for field in info.fields
         ]
-        for path, info in sections(Spec)
+        for path, info in sections(WorkloadSpec)
     }
     # The page describes both in one table.
     assert expected.pop("mix[].generate.output_tokens") == expected["mix[].generate.input_tokens"]

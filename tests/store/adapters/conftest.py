@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from store.adapters.blobs import Blobs
+from store.adapters.blobs import AdapterBlobStore
 
 
 @pytest.fixture
-def blobs(tmp_path: Path) -> Blobs:
-    return Blobs(tmp_path / "adapters")
+def blobs(tmp_path: Path) -> AdapterBlobStore:
+    return AdapterBlobStore(tmp_path / "adapters")

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from store.adapters import CONFIG, WEIGHTS
-from store.adapters.base_model_shapes import BaseModel
+from store.adapters.base_model_shapes import BaseModelShapes
 from store.adapters.import_adapter import ImportLimits
 from store.adapters.validate import ValidationLimits
 
 RANK, HIDDEN, OUT = 4, 16, 24
 LIMITS = ValidationLimits(max_rank=8, max_bytes=2_000_000)
 MODULES = tuple(f"model.layers.{layer}.self_attn.{side}_proj" for layer in range(2) for side in "qv")
-BASE = BaseModel(
+BASE = BaseModelShapes(
     {
         **dict.fromkeys(MODULES, (OUT, HIDDEN)),
         "model.layers.0.mlp.down_proj": (HIDDEN, OUT),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
 from policy.wire.adapter_catalog import Alias
-from store.adapters.adapter_aliases import DOCUMENT, KEPT_VERSIONS, AdapterNames, NewVersion
+from store.adapters.adapter_aliases import DOCUMENT, KEPT_VERSIONS, AdapterAliases, NewVersion
 from store.adapters.validate import AdapterFacts
 from tests.clock import Clock
 
@@ -25,17 +25,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def registry(database_url: str, clock: Clock) -> Iterator[AdapterNames]:
-    opened = AdapterNames(database_url, clock)
+def registry(database_url: str, clock: Clock) -> Iterator[AdapterAliases]:
+    opened = AdapterAliases(database_url, clock)
     yield opened
     opened.close()
 
 
-def add(registry: AdapterNames, digest: str, name: str = "sql", **options: object) -> Alias:
+def add(registry: AdapterAliases, digest: str, name: str = "sql", **options: object) -> Alias:
     return registry.put("m", name, [NewVersion(digest, FACTS, f"/from/{digest[0]}")], **options)  # type: ignore[arg-type]
 
 
-def only(registry: AdapterNames) -> Alias:
+def only(registry: AdapterAliases) -> Alias:
     (alias,) = registry.catalog(1.0, 2).aliases
     return alias
 
@@ -45,7 +45,7 @@ def digests(alias: Alias) -> dict[str, float]:
     return {found[number]: weight for number, weight in alias.split}
 
 
-def test_a_new_alias_has_one_version(registry: AdapterNames) -> None:
+def test_a_new_alias_has_one_version(registry: AdapterAliases) -> None:
     alias = add(registry, A)
     assert (alias.model, alias.name, alias.at) == ("m", "sql", 1000)
     assert (alias.revision, alias.split) == (1, ((1, 1.0),))
@@ -56,7 +56,7 @@ def test_a_new_alias_has_one_version(registry: AdapterNames) -> None:
     assert (catalog.epoch, catalog.version, catalog.aliases) == (5.0, 7, (alias,))
 
 
-def test_a_replaced_alias_keeps_its_earlier_version(registry: AdapterNames, clock: Clock) -> None:
+def test_a_replaced_alias_keeps_its_earlier_version(registry: AdapterAliases, clock: Clock) -> None:
     add(registry, A)
     clock.now = 1010.0
     alias = add(registry, B)
@@ -67,21 +67,21 @@ def test_a_replaced_alias_keeps_its_earlier_version(registry: AdapterNames, cloc
     assert only(registry) == alias
 
 
-def test_adding_the_same_content_again_changes_nothing(registry: AdapterNames, clock: Clock) -> None:
+def test_adding_the_same_content_again_changes_nothing(registry: AdapterAliases, clock: Clock) -> None:
     first = add(registry, A, tenants=["acme"])
     clock.now = 2000.0
     assert add(registry, A) == first
     assert registry.revision() == 1
 
 
-def test_adding_the_content_of_an_older_version_keeps_its_number(registry: AdapterNames) -> None:
+def test_adding_the_content_of_an_older_version_keeps_its_number(registry: AdapterAliases) -> None:
     add(registry, A)
     add(registry, B)
     alias = add(registry, A)
     assert (alias.split, len(alias.versions), alias.revision) == (((1, 1.0),), 2, 3)
 
 
-def test_a_split_serves_several_versions_of_an_alias(registry: AdapterNames) -> None:
+def test_a_split_serves_several_versions_of_an_alias(registry: AdapterAliases) -> None:
     add(registry, A)
     add(registry, B)
     alias = registry.split("m", "sql", {1: 95, 2: 5})
@@ -102,7 +102,9 @@ def test_a_split_serves_several_versions_of_an_alias(registry: AdapterNames) -> 
         ({1: float("inf")}, "numbers from 0"),
     ],
 )
-def test_invalid_splits_are_refused(registry: AdapterNames, weights: dict[int, float], message: str) -> None:
+def test_invalid_splits_are_refused(
+    registry: AdapterAliases, weights: dict[int, float], message: str
+) -> None:
     add(registry, A)
     before = add(registry, B)
     with pytest.raises(TargetError, match=message):
@@ -113,7 +115,7 @@ def test_invalid_splits_are_refused(registry: AdapterNames, weights: dict[int, f
 BACK = None
 
 
-def change(registry: AdapterNames, step: str | tuple[str, float] | dict[int, float] | int | None) -> Alias:
+def change(registry: AdapterAliases, step: str | tuple[str, float] | dict[int, float] | int | None) -> Alias:
     """Add a version (with a percentage), split, or roll back (to a version)."""
     if isinstance(step, dict):
         return registry.split("m", "sql", step)
@@ -159,7 +161,7 @@ def change(registry: AdapterNames, step: str | tuple[str, float] | dict[int, flo
     ids=str,
 )
 def test_what_is_served_after_changes(
-    registry: AdapterNames, steps: list[Any], served: dict[str, float]
+    registry: AdapterAliases, steps: list[Any], served: dict[str, float]
 ) -> None:
     for step in steps:
         alias = change(registry, step)
@@ -184,7 +186,7 @@ def test_what_is_served_after_changes(
     ids=str,
 )
 def test_a_change_that_is_refused_changes_nothing(
-    registry: AdapterNames, steps: list[Any], message: str
+    registry: AdapterAliases, steps: list[Any], message: str
 ) -> None:
     for step in steps[:-1]:
         change(registry, step)
@@ -194,7 +196,7 @@ def test_a_change_that_is_refused_changes_nothing(
     assert registry.catalog(0, 0) == before
 
 
-def test_a_removed_alias_is_unknown(registry: AdapterNames) -> None:
+def test_a_removed_alias_is_unknown(registry: AdapterAliases) -> None:
     add(registry, A)
     add(registry, B, name="law")
     registry.remove("m", "sql")
@@ -206,7 +208,7 @@ def test_a_removed_alias_is_unknown(registry: AdapterNames) -> None:
         registry.rollback("m", "sql")
 
 
-def test_unknown_names_are_refused(registry: AdapterNames) -> None:
+def test_unknown_names_are_refused(registry: AdapterAliases) -> None:
     add(registry, A)
     for run in (
         lambda: registry.remove("m", "law"),
@@ -217,7 +219,7 @@ def test_unknown_names_are_refused(registry: AdapterNames) -> None:
             run()
 
 
-def test_aliases_of_different_models_are_independent(registry: AdapterNames) -> None:
+def test_aliases_of_different_models_are_independent(registry: AdapterAliases) -> None:
     add(registry, A)
     registry.put("other/m", "sql", candidates(b=1))
     registry.remove("m", "sql")
@@ -225,19 +227,19 @@ def test_aliases_of_different_models_are_independent(registry: AdapterNames) -> 
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a@b", "../x", "-a", "a" * 65, "a\n", "a:b", "ä"])
-def test_invalid_names_are_refused(registry: AdapterNames, name: str) -> None:
+def test_invalid_names_are_refused(registry: AdapterAliases, name: str) -> None:
     with pytest.raises(AdapterRefused, match="is not a valid adapter name") as caught:
         add(registry, A, name=name)
     assert caught.value.code == "name"
 
 
 @pytest.mark.parametrize("digest", ["/" * 64, "a" * 63, "A" * 64])
-def test_only_digests_are_recorded(registry: AdapterNames, digest: str) -> None:
+def test_only_digests_are_recorded(registry: AdapterAliases, digest: str) -> None:
     with pytest.raises(ValueError, match="sha256"):
         add(registry, digest)
 
 
-def test_the_tenants_of_an_alias_are_kept_until_others_are_given(registry: AdapterNames) -> None:
+def test_the_tenants_of_an_alias_are_kept_until_others_are_given(registry: AdapterAliases) -> None:
     assert add(registry, A, tenants=["b", "a", "b"]).tenants == ("a", "b")
     assert add(registry, B).tenants == ("a", "b")
     alias = add(registry, B, tenants=[])
@@ -249,7 +251,7 @@ def candidates(**weights: float) -> list[NewVersion]:
     return [NewVersion(letter * 64, FACTS, f"/{letter}", weight) for letter, weight in weights.items()]
 
 
-def test_a_declaration_of_the_deployment_file_is_applied(registry: AdapterNames) -> None:
+def test_a_declaration_of_the_deployment_file_is_applied(registry: AdapterAliases) -> None:
     alias = registry.put("m", "sql", candidates(a=95, b=5, c=0), origin=DOCUMENT)
     assert alias.split == ((1, 95.0), (2, 5.0))
     assert [version.number for version in alias.versions] == [1, 2, 3]
@@ -258,7 +260,7 @@ def test_a_declaration_of_the_deployment_file_is_applied(registry: AdapterNames)
     assert registry.declared() == {("m", "sql")}
 
 
-def test_a_restart_does_not_undo_later_changes(registry: AdapterNames) -> None:
+def test_a_restart_does_not_undo_later_changes(registry: AdapterAliases) -> None:
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
     registry.put("m", "sql", candidates(b=1), origin=DOCUMENT)
     back = registry.rollback("m", "sql")
@@ -269,7 +271,7 @@ def test_a_restart_does_not_undo_later_changes(registry: AdapterNames) -> None:
     assert digests(registry.put("m", "sql", candidates(d=1), origin=DOCUMENT)) == {"d": 1.0}
 
 
-def test_a_declaration_changes_tenants_of_the_same_content(registry: AdapterNames) -> None:
+def test_a_declaration_changes_tenants_of_the_same_content(registry: AdapterAliases) -> None:
     add(registry, A)
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
     assert registry.declared() == {("m", "sql")}, "it was added by command before"
@@ -278,7 +280,7 @@ def test_a_declaration_changes_tenants_of_the_same_content(registry: AdapterName
     assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",))
 
 
-def test_tenants_given_over_the_api_survive_a_restart(registry: AdapterNames) -> None:
+def test_tenants_given_over_the_api_survive_a_restart(registry: AdapterAliases) -> None:
     for declared in ([], ["law"]):
         registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT)
         added = registry.put("m", "sql", candidates(a=1), tenants=["acme"])
@@ -288,7 +290,7 @@ def test_tenants_given_over_the_api_survive_a_restart(registry: AdapterNames) ->
     assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",)), "the tenants are unchanged"
 
 
-def test_the_same_content_twice_is_one_version(registry: AdapterNames) -> None:
+def test_the_same_content_twice_is_one_version(registry: AdapterAliases) -> None:
     twice = [*candidates(a=1), *candidates(a=2)]
     assert registry.put("m", "sql", twice).split == ((1, 3.0),)
     with pytest.raises(TargetError):
@@ -297,7 +299,7 @@ def test_the_same_content_twice_is_one_version(registry: AdapterNames) -> None:
         registry.put("m", "law", [])
 
 
-def test_digests_of_no_alias_are_unused_after_a_time(registry: AdapterNames, clock: Clock) -> None:
+def test_digests_of_no_alias_are_unused_after_a_time(registry: AdapterAliases, clock: Clock) -> None:
     add(registry, A)
     add(registry, B)
     add(registry, A, name="law")
@@ -315,7 +317,7 @@ def test_digests_of_no_alias_are_unused_after_a_time(registry: AdapterNames, clo
 
 
 @pytest.mark.slow
-def test_an_alias_keeps_recent_and_all_served_versions(registry: AdapterNames, clock: Clock) -> None:
+def test_an_alias_keeps_recent_and_all_served_versions(registry: AdapterAliases, clock: Clock) -> None:
     many = [f"{i:064x}" for i in range(KEPT_VERSIONS + 3)]
     add(registry, many[0])
     add(registry, many[1])
@@ -352,7 +354,7 @@ CHANGES = st.lists(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES)
 def test_an_alias_has_the_versions_it_serves(
-    registry: AdapterNames, changes: list[tuple[str, object]]
+    registry: AdapterAliases, changes: list[tuple[str, object]]
 ) -> None:
     for alias in registry.catalog(0, 0).aliases:
         registry.remove(alias.model, alias.name)

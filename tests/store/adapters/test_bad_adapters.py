@@ -17,7 +17,7 @@ import pytest
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, WEIGHTS
 from store.adapters.archive import unpack
-from store.adapters.blobs import Blobs
+from store.adapters.blobs import AdapterBlobStore
 from store.adapters.import_adapter import import_adapter
 from tests.store.adapters.making import (
     HIDDEN,
@@ -317,7 +317,9 @@ BAD: list[tuple[str, Make, str, str]] = [
 @pytest.mark.parametrize(
     ("make", "code", "message"), [each[1:] for each in BAD], ids=[each[0] for each in BAD]
 )
-def test_a_bad_adapter_is_refused(make: Make, code: str, message: str, tmp_path: Path, blobs: Blobs) -> None:
+def test_a_bad_adapter_is_refused(
+    make: Make, code: str, message: str, tmp_path: Path, blobs: AdapterBlobStore
+) -> None:
     source = make(tmp_path)
     with pytest.raises(AdapterRefused) as caught:
         import_adapter(blobs, str(source), TERMS, lambda _: None)

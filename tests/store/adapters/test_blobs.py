@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.blobs import KEPT_S, Blobs
+from store.adapters.blobs import KEPT_S, AdapterBlobStore
 
 ABSENT = "0" * 64
 
@@ -35,11 +35,11 @@ def clock(tmp_path: Path) -> Clock:
 
 
 @pytest.fixture
-def blobs(tmp_path: Path, clock: Clock) -> Blobs:
-    return Blobs(tmp_path / "adapters", clock)
+def blobs(tmp_path: Path, clock: Clock) -> AdapterBlobStore:
+    return AdapterBlobStore(tmp_path / "adapters", clock)
 
 
-def stored(blobs: Blobs, weights: bytes = b"w") -> str:
+def stored(blobs: AdapterBlobStore, weights: bytes = b"w") -> str:
     with blobs.work() as work:
         part = work / "a"
         part.mkdir()
@@ -50,17 +50,17 @@ def stored(blobs: Blobs, weights: bytes = b"w") -> str:
     return digest
 
 
-def test_a_published_adapter_is_found_by_its_digest(blobs: Blobs, tmp_path: Path) -> None:
+def test_a_published_adapter_is_found_by_its_digest(blobs: AdapterBlobStore, tmp_path: Path) -> None:
     digest = stored(blobs)
     path = blobs.path(digest)
     assert path == tmp_path / "adapters" / digest
     assert blobs.digests() == {digest}
-    assert Blobs(tmp_path / "adapters").path(digest) == path, "for another process, too"
+    assert AdapterBlobStore(tmp_path / "adapters").path(digest) == path, "for another process, too"
     assert {each.name for each in path.iterdir()} == {*FILES, "manifest.json"}
 
 
 @pytest.mark.parametrize("name", [ABSENT, "", "..", "../x", "a" * 63, "A" * 64, "a" * 64 + "\n"])
-def test_an_unknown_or_invalid_digest_has_no_path(name: str, blobs: Blobs) -> None:
+def test_an_unknown_or_invalid_digest_has_no_path(name: str, blobs: AdapterBlobStore) -> None:
     assert blobs.path(name) is None
     with pytest.raises(KeyError):
         blobs.tar(name)
@@ -68,7 +68,9 @@ def test_an_unknown_or_invalid_digest_has_no_path(name: str, blobs: Blobs) -> No
 
 
 @pytest.mark.parametrize("change", ["longer", "other", "gone", "more"])
-def test_an_incomplete_adapter_is_ignored_and_replaced(change: str, blobs: Blobs, tmp_path: Path) -> None:
+def test_an_incomplete_adapter_is_ignored_and_replaced(
+    change: str, blobs: AdapterBlobStore, tmp_path: Path
+) -> None:
     digest = stored(blobs)
     path = tmp_path / "adapters" / digest
     weights = path / WEIGHTS
@@ -77,21 +79,21 @@ def test_an_incomplete_adapter_is_ignored_and_replaced(change: str, blobs: Blobs
         weights.unlink()
     else:
         (path / "more" if change == "more" else weights).write_bytes({"longer": b"ww"}.get(change, b"v"))
-    other = Blobs(tmp_path / "adapters")
+    other = AdapterBlobStore(tmp_path / "adapters")
     assert other.path(digest) is None
     assert stored(other) == digest
     assert other.path(digest) == path
     assert weights.read_bytes() == b"w"
 
 
-def test_a_directory_under_another_digest_is_not_found(blobs: Blobs, tmp_path: Path) -> None:
+def test_a_directory_under_another_digest_is_not_found(blobs: AdapterBlobStore, tmp_path: Path) -> None:
     digest = stored(blobs)
     (tmp_path / "adapters" / digest).rename(tmp_path / "adapters" / ABSENT)
     assert blobs.path(ABSENT) is None
     assert blobs.path(digest) is None
 
 
-def test_only_content_that_matches_its_digest_is_published(blobs: Blobs) -> None:
+def test_only_content_that_matches_its_digest_is_published(blobs: AdapterBlobStore) -> None:
     with blobs.work() as work:
         part = work / "a"
         part.mkdir()
@@ -102,7 +104,7 @@ def test_only_content_that_matches_its_digest_is_published(blobs: Blobs) -> None
             blobs.publish(part, ABSENT)
 
 
-def test_publishing_again_only_resets_the_age(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
+def test_publishing_again_only_resets_the_age(blobs: AdapterBlobStore, clock: Clock, tmp_path: Path) -> None:
     digest = stored(blobs)
     path = tmp_path / "adapters" / digest
     before = (path / WEIGHTS).stat().st_ino
@@ -113,7 +115,7 @@ def test_publishing_again_only_resets_the_age(blobs: Blobs, clock: Clock, tmp_pa
     assert (path / WEIGHTS).stat().st_ino == before
 
 
-def test_several_threads_can_publish_the_same_content(blobs: Blobs) -> None:
+def test_several_threads_can_publish_the_same_content(blobs: AdapterBlobStore) -> None:
     threads = [threading.Thread(target=stored, args=(blobs,)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -123,7 +125,7 @@ def test_several_threads_can_publish_the_same_content(blobs: Blobs) -> None:
     assert blobs.path(digest) is not None
 
 
-def test_a_recently_published_adapter_is_not_removed(blobs: Blobs, clock: Clock) -> None:
+def test_a_recently_published_adapter_is_not_removed(blobs: AdapterBlobStore, clock: Clock) -> None:
     digest = stored(blobs)
     assert not blobs.remove(digest, older_s=600)
     assert blobs.path(digest) is not None
@@ -139,10 +141,10 @@ def test_a_recently_published_adapter_is_not_removed(blobs: Blobs, clock: Clock)
     [(10, None, "too_large"), (1000, ABSENT, "changed"), (1000, None, "truncated")],
 )
 def test_an_invalid_stream_is_refused_and_leaves_no_files(
-    limit: int, digest: str | None, code: str, blobs: Blobs, tmp_path: Path
+    limit: int, digest: str | None, code: str, blobs: AdapterBlobStore, tmp_path: Path
 ) -> None:
     had = stored(blobs, weights=b"w" * 100)
-    node = Blobs(tmp_path / "node")
+    node = AdapterBlobStore(tmp_path / "node")
     stream = b"".join(blobs.tar(had))
     with pytest.raises(AdapterRefused) as caught:
         node.take_tar([stream[:700] if code == "truncated" else stream], digest or had, limit)
@@ -162,15 +164,17 @@ def test_only_directories_of_killed_processes_are_deleted(tmp_path: Path) -> Non
     ran = subprocess.run([sys.executable, "-c", script, str(root)], check=False)
     assert ran.returncode == -9
     assert len(list(root.glob(".work-*/half"))) == 1
-    blobs = Blobs(root)
+    blobs = AdapterBlobStore(root)
     assert not list(root.glob(".work-*"))
     with blobs.work() as work:
-        Blobs(root)
+        AdapterBlobStore(root)
         assert work.is_dir()
     assert not work.exists()
 
 
-def test_interrupted_downloads_are_kept_for_a_week(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
+def test_interrupted_downloads_are_kept_for_a_week(
+    blobs: AdapterBlobStore, clock: Clock, tmp_path: Path
+) -> None:
     def unreachable() -> None:
         with blobs.parts("s3://b/k") as parts:
             (parts / "half").write_text("x")
@@ -178,7 +182,7 @@ def test_interrupted_downloads_are_kept_for_a_week(blobs: Blobs, clock: Clock, t
 
     with pytest.raises(AdapterRefused):
         unreachable()
-    Blobs(tmp_path / "adapters", clock)
+    AdapterBlobStore(tmp_path / "adapters", clock)
     with blobs.parts("s3://b/other") as parts:
         assert not list(parts.iterdir())
     with blobs.parts("s3://b/k") as parts:
@@ -188,23 +192,23 @@ def test_interrupted_downloads_are_kept_for_a_week(blobs: Blobs, clock: Clock, t
         unreachable()
     clock.ahead = KEPT_S + 60
     with blobs.parts("s3://b/k"):
-        Blobs(tmp_path / "adapters", clock)
+        AdapterBlobStore(tmp_path / "adapters", clock)
         assert parts.exists(), "somebody is at it"
     with pytest.raises(AdapterRefused):
         unreachable()
-    Blobs(tmp_path / "adapters", clock)
+    AdapterBlobStore(tmp_path / "adapters", clock)
     assert not list((tmp_path / "adapters" / ".parts").iterdir())
 
 
 @pytest.mark.parametrize(("content", "code"), [("x", "too_large"), ("", "source_unreachable")])
-def test_refused_and_empty_downloads_are_not_kept(blobs: Blobs, content: str, code: str) -> None:
+def test_refused_and_empty_downloads_are_not_kept(blobs: AdapterBlobStore, content: str, code: str) -> None:
     with pytest.raises(AdapterRefused), blobs.parts("s") as parts:
         (parts / "archive.part").write_text(content)
         raise AdapterRefused(code, "")
     assert not parts.exists()
 
 
-def test_only_one_process_fetches_a_source_at_a_time(blobs: Blobs) -> None:
+def test_only_one_process_fetches_a_source_at_a_time(blobs: AdapterBlobStore) -> None:
     order: list[str] = []
     entered, waiting = threading.Event(), threading.Event()
 
@@ -230,7 +234,7 @@ def test_holders_of_one_source_take_turns(tmp_path: Path) -> None:
     def hold_often() -> None:
         for _ in range(150):
             try:
-                with Blobs(tmp_path).parts("s"):
+                with AdapterBlobStore(tmp_path).parts("s"):
                     assert inside.acquire(blocking=False)
                     inside.release()
             except Exception as error:  # noqa: BLE001

@@ -20,17 +20,17 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS, from_web
-from store.adapters.blobs import Blobs
+from store.adapters.blobs import AdapterBlobStore
 from store.adapters.fetch import fetch
 from store.adapters.fetch_context import FetchJob, redacted
 from store.adapters.import_adapter import import_adapter
-from store.progress_report import Progress
+from store.progress_report import ProgressLine
 from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zipped
 
 ARCHIVE = zipped(files())
 
 
-def job(tmp_path: Path, source: str, reported: list[Progress] | None = None) -> FetchJob:
+def job(tmp_path: Path, source: str, reported: list[ProgressLine] | None = None) -> FetchJob:
     into, parts = tmp_path / "into", tmp_path / "parts"
     into.mkdir()
     parts.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def test_a_directory_that_changes_during_the_copy_is_refused(change: str, tmp_pa
     archive = tmp_path / "a.tar"
     archive.write_bytes(tarred(files(), compressed=False))
 
-    def edit(_: Progress) -> None:
+    def edit(_: ProgressLine) -> None:
         if change == "archive":
             os.utime(archive, (1, 1))
         elif change != "replace":
@@ -168,7 +168,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_an_archive_over_http_is_fetched_with_retries_and_resumed(
     site: dict[str, Any], ranges: list[str | None], pauses: list[float], tmp_path: Path, direct: list[float]
 ) -> None:
-    reports: list[Progress] = []
+    reports: list[ProgressLine] = []
     with served(Site()) as server:
         vars(server).update(site)
         assert fetched(job(tmp_path, server.url, reports)) == files()
@@ -203,13 +203,13 @@ def test_a_server_that_sends_too_slowly_is_given_up(slow: bool, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_download_is_resumed_by_another_process(tmp_path: Path, blobs: Blobs) -> None:
+def test_a_download_is_resumed_by_another_process(tmp_path: Path, blobs: AdapterBlobStore) -> None:
     with served(Site()) as site:
         site.breaks = [1000, 1, 1, 1, 0, 0, 0, 0]
         error = refused(lambda: import_adapter(blobs, site.url, TERMS, lambda _: None))
         assert error.code == "source_unreachable"
         site.breaks = []
-        again = Blobs(tmp_path / "adapters")
+        again = AdapterBlobStore(tmp_path / "adapters")
         taken = import_adapter(again, site.url, TERMS, lambda _: None)
         assert site.ranges[-1] == "bytes=1003-"
     assert again.digests() == {taken.digest}
@@ -257,10 +257,10 @@ def test_an_http_error_of_a_server_is_named(status: int, tries: int, message: st
 
 
 @pytest.mark.slow
-def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: Blobs) -> None:
+def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: AdapterBlobStore) -> None:
     with served(Site()) as site:
         secret = site.url.replace("http://", "http://user:KEY-1@") + "?signature=KEY-2"
-        reports: list[Progress] = []
+        reports: list[ProgressLine] = []
         taken = import_adapter(blobs, secret, TERMS, reports.append)
         site.statuses = [404]
         error = refused(lambda: import_adapter(blobs, secret, TERMS, reports.append))

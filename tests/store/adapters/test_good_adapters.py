@@ -12,11 +12,11 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.base_model_shapes import BaseModel
-from store.adapters.blobs import Blobs
+from store.adapters.base_model_shapes import BaseModelShapes
+from store.adapters.blobs import AdapterBlobStore
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.validate import AdapterFacts, validate
-from store.progress_report import Progress
+from store.progress_report import ProgressLine
 from tests.store.adapters.making import (
     BASE,
     CONFIGURATION,
@@ -37,7 +37,7 @@ from tests.store.adapters.making import (
 )
 
 
-def kept(blobs: Blobs, source: Path) -> dict[str, bytes]:
+def kept(blobs: AdapterBlobStore, source: Path) -> dict[str, bytes]:
     path = blobs.path(import_adapter(blobs, str(source), TERMS, lambda _: None).digest)
     assert path is not None
     return {each.name: each.read_bytes() for each in path.iterdir() if each.name != "manifest.json"}
@@ -97,12 +97,12 @@ def test_without_a_base_its_modules_are_not_compared(tmp_path: Path) -> None:
     tensors = {name.replace("self_attn", "attention"): array for name, array in half_pairs().items()}
     content = {**files(target_modules=["c_attn"]), WEIGHTS: weights(tensors)}
     assert validate(write(tmp_path / "a", content), None, LIMITS).rank == RANK
-    packed = BaseModel(dict.fromkeys(MODULES, None))
+    packed = BaseModelShapes(dict.fromkeys(MODULES, None))
     assert validate(write(tmp_path / "b", files()), packed, LIMITS).rank == RANK, "of unknown shapes"
 
 
 def test_a_checkpoint_with_other_prefixes_is_accepted() -> None:
-    base = BaseModel({"model.language_model.layers.0.q": (4, 8), "model.visual.layers.0.q": (2, 6)})
+    base = BaseModelShapes({"model.language_model.layers.0.q": (4, 8), "model.visual.layers.0.q": (2, 6)})
     assert set(base.shapes("model.layers.0.q")) == {(4, 8), (2, 6)}
     assert base.shapes("model.visual.layers.0.q") == ((2, 6),)
     assert base.shapes("model.layers.1.q") == ()
@@ -116,7 +116,7 @@ def test_a_base_is_read_from_its_files(tmp_path: Path) -> None:
     rest = {"model.norm.weight": np.zeros(8, np.float32), **quantized}
     for name, tensors in (("a", linear), ("b", rest)):
         (tmp_path / f"{name}.safetensors").write_bytes(weights(tensors))
-    base = BaseModel.of(tmp_path)
+    base = BaseModelShapes.of(tmp_path)
     assert base.shapes("model.layers.0.q") == ((4, 8),)
     assert base.shapes("model.norm") == ()
     assert base.shapes("model.layers.0.k") == (None,), "packed: of any shape"
@@ -127,7 +127,7 @@ def test_a_base_model_that_cannot_be_read_is_refused(tmp_path: Path, content: by
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(AdapterRefused, match="the base model") as caught:
-        BaseModel.of(tmp_path)
+        BaseModelShapes.of(tmp_path)
     assert caught.value.code == "base_model"
 
 
@@ -151,25 +151,27 @@ PACKED = {
 
 
 @pytest.mark.parametrize("data", PACKED.values(), ids=PACKED)
-def test_every_archive_format_is_unpacked(data: bytes, tmp_path: Path, blobs: Blobs) -> None:
+def test_every_archive_format_is_unpacked(data: bytes, tmp_path: Path, blobs: AdapterBlobStore) -> None:
     (tmp_path / "any.name").write_bytes(data)
     assert kept(blobs, tmp_path / "any.name") == files()
 
 
-def test_only_the_two_adapter_files_of_a_directory_are_kept(tmp_path: Path, blobs: Blobs) -> None:
+def test_only_the_two_adapter_files_of_a_directory_are_kept(tmp_path: Path, blobs: AdapterBlobStore) -> None:
     extra = {"adapter_model.bin": b"\x80", "README.md": b"x", "training_args.bin": b"x"}
     folder = write(tmp_path / "a", {**files(), **extra})
     (folder / "checkpoint").mkdir()
     assert kept(blobs, folder) == files()
 
 
-def test_a_directory_is_accepted_as_a_file_url_and_with_spaces(tmp_path: Path, blobs: Blobs) -> None:
+def test_a_directory_is_accepted_as_a_file_url_and_with_spaces(
+    tmp_path: Path, blobs: AdapterBlobStore
+) -> None:
     folder = write(tmp_path / "an adapter", files())
     by_url = import_adapter(blobs, f"file://{tmp_path}/an%20adapter", TERMS, lambda _: None)
     assert by_url.digest == import_adapter(blobs, str(folder), TERMS, lambda _: None).digest
 
 
-def test_equal_content_of_any_source_has_the_same_digest(tmp_path: Path, blobs: Blobs) -> None:
+def test_equal_content_of_any_source_has_the_same_digest(tmp_path: Path, blobs: AdapterBlobStore) -> None:
     (tmp_path / "a.zip").write_bytes(zipped(files()))
     first = import_adapter(blobs, str(tmp_path / "a.zip"), TERMS, lambda _: None)
     second = import_adapter(blobs, str(write(tmp_path / "a", files())), TERMS, lambda _: None)
@@ -179,7 +181,7 @@ def test_equal_content_of_any_source_has_the_same_digest(tmp_path: Path, blobs: 
     assert (first.facts, second.source) == (second.facts, str(tmp_path / "a"))
 
 
-def test_a_stored_adapter_is_an_immutable_copy(tmp_path: Path, blobs: Blobs) -> None:
+def test_a_stored_adapter_is_an_immutable_copy(tmp_path: Path, blobs: AdapterBlobStore) -> None:
     folder = write(tmp_path / "a", files())
     taken = import_adapter(blobs, str(folder), TERMS, lambda _: None)
     (folder / WEIGHTS).write_bytes(b"else")
@@ -189,8 +191,8 @@ def test_a_stored_adapter_is_an_immutable_copy(tmp_path: Path, blobs: Blobs) -> 
     assert [oct((path / name).stat().st_mode & 0o777) for name in FILES] == ["0o444", "0o444"]
 
 
-def test_progress_is_reported_in_whole_percents(tmp_path: Path, blobs: Blobs) -> None:
-    reports: list[Progress] = []
+def test_progress_is_reported_in_whole_percents(tmp_path: Path, blobs: AdapterBlobStore) -> None:
+    reports: list[ProgressLine] = []
     import_adapter(blobs, str(write(tmp_path / "a", files())), ImportLimits(BASE, LIMITS), reports.append)
     steps = list(dict.fromkeys(each.step for each in reports))
     assert steps == ["fetch", "check", "store"]

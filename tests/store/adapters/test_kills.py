@@ -15,8 +15,8 @@ from typing import NoReturn
 import pytest
 
 from policy.errors import AdapterUnknown
-from store.adapters.adapter_aliases import AdapterNames, NewVersion
-from store.adapters.blobs import Blobs
+from store.adapters.adapter_aliases import AdapterAliases, NewVersion
+from store.adapters.blobs import AdapterBlobStore
 from store.adapters.import_adapter import import_adapter
 from store.adapters.validate import AdapterFacts
 from tests.store.adapters.making import TERMS, files, write, zipped
@@ -37,7 +37,7 @@ class Site:
             "c": write(root / "c", files(2)),
         }
         self.sources["b"].write_bytes(zipped(files(1)))
-        elsewhere = Blobs(root / "elsewhere")
+        elsewhere = AdapterBlobStore(root / "elsewhere")
         self.digests = {
             import_adapter(elsewhere, str(source), TERMS, lambda _: None).digest: name
             for name, source in self.sources.items()
@@ -48,7 +48,7 @@ class Site:
             *(both, {"a": 1.0}, None, None),
         )
 
-    def steps(self, registry: AdapterNames, blobs: Blobs) -> list[Callable[[], object]]:
+    def steps(self, registry: AdapterAliases, blobs: AdapterBlobStore) -> list[Callable[[], object]]:
         def add(name: str) -> Callable[[], object]:
             def run() -> None:
                 taken = import_adapter(blobs, str(self.sources[name]), TERMS, lambda _: None)
@@ -73,7 +73,7 @@ class Site:
         ]
 
     def work(self, say: Callable[[str], object]) -> NoReturn:
-        registry, blobs = AdapterNames(self.url), Blobs(self.blobs)
+        registry, blobs = AdapterAliases(self.url), AdapterBlobStore(self.blobs)
         steps = self.steps(registry, blobs)
         with suppress(AdapterUnknown):
             registry.remove("m", "sql")
@@ -85,10 +85,10 @@ class Site:
 
     def state(self) -> State:
         """The split of the alias, after a check of every file."""
-        blobs = Blobs(self.blobs)
+        blobs = AdapterBlobStore(self.blobs)
         assert all(blobs.path(digest) is not None for digest in blobs.digests())
         assert not list(self.blobs.glob(".work-*"))
-        registry = AdapterNames(self.url)
+        registry = AdapterAliases(self.url)
         aliases = registry.catalog(0, 0).aliases
         registry.close()
         if not aliases:
@@ -132,7 +132,7 @@ def test_a_kill_during_the_creation_of_the_database_leaves_it_usable(tmp_path: P
     def work(say: Callable[[str], object]) -> NoReturn:
         number = 0
         while True:
-            AdapterNames(url(number)).close()
+            AdapterAliases(url(number)).close()
             number += 1
             say(f"{number}\n")
 
@@ -141,7 +141,7 @@ def test_a_kill_during_the_creation_of_the_database_leaves_it_usable(tmp_path: P
         for path in tmp_path.iterdir():
             path.unlink()
         number = int(killed(work, chance.uniform(0.0, 0.1))[-1])
-        registry = AdapterNames(url(number))
+        registry = AdapterAliases(url(number))
         registry.put("m", "sql", [NewVersion("a" * 64, AdapterFacts(8, 1), "")])
         assert registry.revision() == 1
         registry.close()

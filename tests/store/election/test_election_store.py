@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from policy.errors import NotLeader
-from policy.leader_election import Lease
+from policy.leader_election import LeaderLease
 from store.database import Database
 from store.election.database_lease import DatabaseLease
-from store.election.database_state_dir import LeaderState
+from store.election.database_state_dir import DatabaseStateDir
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_one_of_two_candidates_replaces_the_lease(database: Database) -> None:
 
 def one_replaces_the_lease(database: Database) -> None:
     store = DatabaseLease(database)
-    first = Lease(holder="a", address="a:1", term=1, lease_s=2.5, acquired_at=1.25, renewed_at=1.25)
+    first = LeaderLease(holder="a", address="a:1", term=1, lease_s=2.5, acquired_at=1.25, renewed_at=1.25)
     other = replace(first, holder="b", address="b:1")
     assert store.read() is None
     assert store.replace(None, first) and not store.replace(None, other)
@@ -47,7 +47,7 @@ def one_replaces_the_lease(database: Database) -> None:
 def test_a_leader_finds_the_state_of_the_one_before_which_writes_no_more(
     database: Database, tmp_path: Path
 ) -> None:
-    one, two = (LeaderState(tmp_path / str(term), database, term) for term in (1, 2))
+    one, two = (DatabaseStateDir(tmp_path / str(term), database, term) for term in (1, 2))
     for state in (one, two):
         state.ensure().deployment_path.write_text(f'{{"of": {state.term}}}')
     one.claim()

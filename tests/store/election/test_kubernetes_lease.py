@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from policy.config.control import KubernetesLease
 from policy.errors import Unreachable
-from policy.leader_election import Lease
+from policy.leader_election import LeaderLease
 from store.kubernetes.lease import KubernetesLeaseStore
 
 PATH = "/apis/coordination.k8s.io/v1/namespaces/prod/leases"
@@ -77,7 +77,7 @@ def test_one_of_two_candidates_replaces_the_lease(api: ApiServer) -> None:
     named = KubernetesLease(namespace="prod", api=f"http://127.0.0.1:{api.server_port}")
     one, two = KubernetesLeaseStore(named), KubernetesLeaseStore(named)
     assert one.read() is None and two.read() is None
-    first = Lease(holder="a 1", address="a:1", term=1, lease_s=2.5, acquired_at=1.25, renewed_at=1.25)
+    first = LeaderLease(holder="a 1", address="a:1", term=1, lease_s=2.5, acquired_at=1.25, renewed_at=1.25)
     other = replace(first, holder="b 2", address="b:1", term=2)
     assert one.replace(None, first) and not two.replace(None, other)
     assert api.found is not None and api.found["spec"] == {

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from store.kubernetes import api_server
-from store.kubernetes.api_server import AccountToken, Metadata, ObjectWatch, retry_after_s
+from store.kubernetes.api_server import AccountToken, ObjectMetadata, ObjectWatch, retry_after_s
 from store.kubernetes.engine_pod_labels import replica_id
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.fake_upstream import FakeUpstream
@@ -19,7 +19,7 @@ from tests.kubernetes_api import PODS, KubernetesApi
 
 
 class Pod(msgspec.Struct):
-    metadata: Metadata
+    metadata: ObjectMetadata
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from policy.errors import ModelUnavailable
 from store.model_weights.hub_source import prepare_hub
-from store.progress_report import Progress
+from store.progress_report import ProgressLine
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -66,7 +66,7 @@ def test_revision_and_token_are_used(monkeypatch: pytest.MonkeyPatch, snapshot: 
 
 def test_bytes_are_reported_in_whole_percents(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
     seen = replace(monkeypatch, snapshot)
-    reports: list[Progress] = []
+    reports: list[ProgressLine] = []
     prepare_hub("org/model", token_file=None, report=reports.append)
     reports.clear()
     disk = seen["tqdm_class"](desc="Reconstructing (incomplete total...)", total=0, unit="B")
@@ -104,7 +104,7 @@ def test_errors_name_the_remedy(monkeypatch: pytest.MonkeyPatch, error: Exceptio
 def test_the_token_appears_in_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replace(monkeypatch, OSError("header Authorization: Bearer hf_abc"))
     (tmp_path / "token").write_text("hf_abc")
-    reports: list[Progress] = []
+    reports: list[ProgressLine] = []
     with pytest.raises(ModelUnavailable) as caught:
         prepare_hub("org/model", token_file=str(tmp_path / "token"), report=reports.append)
     assert "Bearer ***" in str(caught.value)

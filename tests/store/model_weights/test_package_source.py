@@ -14,8 +14,8 @@ import pytest
 
 from policy.errors import ModelUnavailable
 from store.artifact_manifest import read
-from store.model_weights.package_source import PINNED, Pin, prepare_package
-from store.progress_report import Prepared, Progress
+from store.model_weights.package_source import PINNED, PackagePin, prepare_package
+from store.progress_report import PreparedWeights, ProgressLine
 from tests.store.conftest import Converter, Install
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,9 @@ WEIGHTS = b"GGUF and then some"
 HF = {"toy/config.json": b"{}", "toy/model.safetensors": b"weights", "toy/__init__.py": b"raise SystemExit"}
 
 
-def prepare(converter: Converter, spec: str = "toy-model", into: list[Progress] | None = None) -> Prepared:
+def prepare(
+    converter: Converter, spec: str = "toy-model", into: list[ProgressLine] | None = None
+) -> PreparedWeights:
     report = (into if into is not None else []).append
     return prepare_package(spec, report=report, convert=converter.command)
 
@@ -34,7 +36,7 @@ def files(path: Path) -> set[str]:
 
 def test_a_gguf_is_converted_to_a_directory(cache: Path, converter: Converter, install: Install) -> None:
     install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
-    reports: list[Progress] = []
+    reports: list[ProgressLine] = []
     prepared = prepare(converter, into=reports)
     digest = hashlib.sha256(WEIGHTS).hexdigest()
     assert prepared.path == cache / f"toy-model-1.2-{digest[:12]}"
@@ -68,7 +70,9 @@ def test_a_damaged_model_is_remade(cache: Path, converter: Converter, install: I
 def test_pinned_content_that_differs_is_refused(
     cache: Path, converter: Converter, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PINNED, "toy-model", Pin(version="1.2", file="toy/weights.gguf", sha256="0" * 64))
+    monkeypatch.setitem(
+        PINNED, "toy-model", PackagePin(version="1.2", file="toy/weights.gguf", sha256="0" * 64)
+    )
     install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
     with pytest.raises(ModelUnavailable, match=r"toy/weights.gguf of toy-model 1.2 has the sha256"):
         prepare(converter)
@@ -80,7 +84,7 @@ def test_a_pin_chooses_the_file_and_accepts_its_content(
     cache: Path, converter: Converter, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = hashlib.sha256(WEIGHTS).hexdigest()
-    monkeypatch.setitem(PINNED, "toy-model", Pin(version="1.2", file="toy/b.gguf", sha256=digest))
+    monkeypatch.setitem(PINNED, "toy-model", PackagePin(version="1.2", file="toy/b.gguf", sha256=digest))
     install("toy-model", "1.2", {"toy/a.gguf": b"other", "toy/b.gguf": WEIGHTS})
     assert prepare(converter).path.name.endswith(digest[:12])
 

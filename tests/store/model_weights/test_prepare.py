@@ -10,7 +10,7 @@ import pytest
 from policy.errors import ModelUnavailable
 from store.model_weights import prepare as models
 from store.model_weights.prepare import main, prepare
-from store.progress_report import Prepared
+from store.progress_report import PreparedWeights
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_the_text_of_a_source_selects_package_directory_or_hub(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def named(what: str) -> object:
-        return lambda source, **_: Prepared(path=Path(what), digest=source)
+        return lambda source, **_: PreparedWeights(path=Path(what), digest=source)
 
     monkeypatch.setattr(models, "prepare_package", named("package"))
     monkeypatch.setattr(models, "prepare_hub", named("hub"))

@@ -8,7 +8,7 @@ import pytest
 
 from policy.engine.builtin_profiles import profile
 from policy.errors import PreconditionFailed, TargetError
-from policy.types import Fleet, Load, Replica, ReplicaPhase
+from policy.types import FleetSnapshot, Replica, ReplicaLoad, ReplicaPhase
 from serve.controller.client import ControllerClient
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from tests.policy.engine.test_performance_model_file import content
@@ -30,16 +30,16 @@ class FakeController:
         )  # fmt: skip
         return ControllerStatus(actuator="memory", epoch=0.0, pid=1, models=(model,))
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetSnapshot:
         states = [ReplicaPhase.READY] * self._ready + [ReplicaPhase.DRAINING]
         replicas = tuple(
             Replica(
-                id=f"r{i}", model="m", shape="small", generation=1, state=state, load=Load(at=0.0),
+                id=f"r{i}", model="m", shape="small", generation=1, state=state, load=ReplicaLoad(at=0.0),
                 max_model_len=1000 - i,
             )
             for i, state in enumerate(states)
         )  # fmt: skip
-        return Fleet(epoch=0.0, version=1, at=0.0, replicas=replicas)
+        return FleetSnapshot(epoch=0.0, version=1, at=0.0, replicas=replicas)
 
 
 def found(controller: FakeController | None = None, shape: str | None = None, **model: Any) -> ServedShape:

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from policy.errors import PreconditionFailed
-from sim.calibration.experiment_design import Point
+from sim.calibration.experiment_design import CalibrationPoint
 from tidegate.calibrate import load_driver
 from tidegate.calibrate.load_driver import LoadDriver
 from tidegate.replay.endpoint_api import RequestFormat
-from tidegate.replay.http_client import Pool
-from tidegate.replay.prompts import Prompts
+from tidegate.replay.http_client import ReplayConnectionPool
+from tidegate.replay.prompts import PromptGenerator
 
 EVENTS = (
     b'data: {"choices": [{"finish_reason": null}]}\n\n'
@@ -28,7 +28,7 @@ EVENTS = (
 @asynccontextmanager
 async def endpoint(
     status: bytes, body: bytes, most: int, over: int
-) -> AsyncIterator[tuple[Pool, list[bytes], asyncio.Event]]:
+) -> AsyncIterator[tuple[ReplayConnectionPool, list[bytes], asyncio.Event]]:
     """A server that answers ``most`` requests; yields its requests, and an event after ``over`` of them."""
     heads: list[bytes] = []
     enough = asyncio.Event()
@@ -53,7 +53,7 @@ async def endpoint(
         served.append(asyncio.ensure_future(serve(reader, writer)))
 
     server = await asyncio.start_server(begin, "127.0.0.1", 0)
-    pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    pool = ReplayConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     try:
         yield pool, heads, enough
     finally:
@@ -64,8 +64,8 @@ async def endpoint(
 
 async def test_lengths_are_those_of_the_endpoint_and_open_requests_are_cancelled() -> None:
     async with endpoint(b"200 OK", EVENTS, most=5, over=7) as (pool, requests, enough):
-        driven = await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(
-            Point(2, 16, 4), 1, enough.wait()
+        driven = await LoadDriver(pool, RequestFormat("m"), PromptGenerator(0)).drive(
+            CalibrationPoint(2, 16, 4), 1, enough.wait()
         )
     assert (driven.point.input_tokens, driven.point.output_tokens) == (21, 2)
     assert len(driven.latencies) == 5
@@ -76,7 +76,9 @@ async def test_lengths_are_those_of_the_endpoint_and_open_requests_are_cancelled
 
 async def test_each_replica_has_its_own_clients() -> None:
     async with endpoint(b"200 OK", EVENTS, most=0, over=6) as (pool, requests, enough):
-        await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(Point(2, 16, 4), 3, enough.wait())
+        await LoadDriver(pool, RequestFormat("m"), PromptGenerator(0)).drive(
+            CalibrationPoint(2, 16, 4), 3, enough.wait()
+        )
     assert len(requests) == 6
 
 
@@ -85,4 +87,6 @@ async def test_an_endpoint_that_refuses_everything_is_no_load_point(monkeypatch:
     busy = b'{"error": {"message": "too much"}}'
     async with endpoint(b"503 Service Unavailable", busy, most=9, over=2) as (pool, _, enough):
         with pytest.raises(PreconditionFailed, match="every request failed: too much"):
-            await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(Point(1, 16, 4), 1, enough.wait())
+            await LoadDriver(pool, RequestFormat("m"), PromptGenerator(0)).drive(
+                CalibrationPoint(1, 16, 4), 1, enough.wait()
+            )

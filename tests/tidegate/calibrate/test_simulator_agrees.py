@@ -8,12 +8,12 @@ from statistics import median
 
 import pytest
 
-from policy.engine.batch_scheduler import Request, Scheduler
+from policy.engine.batch_scheduler import BatchScheduler, EngineRequest
 from policy.engine.builtin_profiles import profile
 from policy.engine.performance_model import Timing
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.scaling.policies.registry import choose, make
-from sim.simulator.engine import Engine, Job, Kind
+from sim.simulator.engine import EngineJob, TokenEventKind, VirtualTimeEngine
 from tests.tidegate.conftest import Site
 from tidegate.calibrate.simulator_check import check, recorded_run
 from tidegate.deployment_file import load
@@ -63,7 +63,7 @@ def test_measured_latencies_agree_with_the_simulator(sim: Site, tmp_path: Path) 
 TIMED = profile("cpu-smollm2-135m")
 
 
-def crowd(rate: float, seed: int) -> list[tuple[float, Job]]:
+def crowd(rate: float, seed: int) -> list[tuple[float, EngineJob]]:
     rng, at, jobs = random.Random(seed), 0.0, []  # noqa: S311 - no secret is drawn
     for number in range(150):
         at += rng.expovariate(rate)
@@ -72,14 +72,14 @@ def crowd(rate: float, seed: int) -> list[tuple[float, Job]]:
         blocks = [10 * number + i + 100 for i in range(prompt // 512)]
         if blocks and rng.random() < 0.3:
             blocks[0] = rng.randrange(6)
-        jobs.append((at, Job(number, prompt, answer, "", tuple(blocks))))
+        jobs.append((at, EngineJob(number, prompt, answer, "", tuple(blocks))))
     return jobs
 
 
-def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, float]], int]:
+def as_engine(jobs: list[tuple[float, EngineJob]]) -> tuple[dict[int, tuple[float, float]], int]:
     """Times of first and last tokens in the simulated engine, and its preemptions."""
     limits = TIMED.limits(1)
-    scheduler = Scheduler(TIMED.model, limits, PrefixCache(limits.kv_tokens))
+    scheduler = BatchScheduler(TIMED.model, limits, PrefixCache(limits.kv_tokens))
     firsts: dict[int, float] = {}
     found: dict[int, tuple[float, float]] = {}
     preempted, now, coming = 0, 0.0, list(reversed(jobs))
@@ -91,7 +91,9 @@ def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, flo
             tokens = [(block, i) for block in job.blocks for i in range(512)]
             tokens += [(-job.number - 1, i) for i in range(job.input_tokens - len(tokens))]
             blocks = block_hashes(tokens, "")
-            scheduler.submit(Request(str(job.number), job.input_tokens, job.output_tokens, blocks=blocks))
+            scheduler.submit(
+                EngineRequest(str(job.number), job.input_tokens, job.output_tokens, blocks=blocks)
+            )
         result = scheduler.step()
         now += result.duration_s
         preempted += len(result.preempted)
@@ -100,13 +102,13 @@ def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, flo
     return found, preempted
 
 
-def as_twin(jobs: list[tuple[float, Job]]) -> dict[int, tuple[float, float]]:
+def as_twin(jobs: list[tuple[float, EngineJob]]) -> dict[int, tuple[float, float]]:
     limits = TIMED.limits(1)
-    engine = Engine(Timing(limits=limits, model=TIMED.model), prefix_tokens=limits.kv_tokens)
+    engine = VirtualTimeEngine(Timing(limits=limits, model=TIMED.model), prefix_tokens=limits.kv_tokens)
     for at, job in jobs:
         engine.submit(job, at)
     events = engine.advance(jobs[-1][0] + 1e6)
-    return {event.number: (event.first_at, event.at) for event in events if event.kind is Kind.DONE}
+    return {event.number: (event.first_at, event.at) for event in events if event.kind is TokenEventKind.DONE}
 
 
 @pytest.mark.parametrize(("rate", "seed"), [(0.13, 1), (0.16, 2), (0.3, 3)])

@@ -12,7 +12,7 @@ from policy.config.deployment import Deployment
 from policy.scaling.policies.static import Static
 from sim.arrivals import Arrival
 from sim.simulator.run import simulate
-from sim.simulator.run_record import Requests
+from sim.simulator.run_record import RequestColumns
 from tests.policy.engine.test_performance_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
 from tidegate.calibrate.simulator_check import calibrated_model, check, recorded_run
@@ -27,7 +27,7 @@ def one_replica() -> Deployment:
     return deployment(sim_model(modes=modes, shapes={"small": {"gpus": 1}}))
 
 
-def rows(requests: Requests) -> list[ReplayRow]:
+def rows(requests: RequestColumns) -> list[ReplayRow]:
     """The record of a client whose fleet behaves as the simulator."""
     return [
         ReplayRow(

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from policy.errors import ConfigError
-from policy.wire.adapter_catalog import Alias, Version
-from policy.wire.controller import AddLine, AddRequest
+from policy.wire.adapter_catalog import Alias, CatalogVersion
+from policy.wire.controller import AddAdapterLine, AddAdapterRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
 from serve.controller.client import ControllerClient
 from tests.store.adapters.making import files, write
@@ -44,18 +44,18 @@ def adapter(model: str = "m", name: str = "sql", **over: Any) -> AdapterStatus:
 
 def alias(*split: tuple[int, float]) -> Alias:
     versions = tuple(
-        Version(number=number, digest=digest, rank=8, size=10, source="/a", at=0.0)
+        CatalogVersion(number=number, digest=digest, rank=8, size=10, source="/a", at=0.0)
         for number, digest in DIGEST.items()
     )
     return Alias(model="m", name="sql", revision=2, versions=versions, split=split)
 
 
-def add_adapter(wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
+def add_adapter(wanted: AddAdapterRequest, progress: Callable[[AddAdapterLine], None]) -> Alias:
     if wanted.tenants and "nobody" in wanted.tenants:
         raise ConfigError("tenants", "nobody", "one of the document's tenants: acme")
     for done in (10, 90):
-        progress(AddLine(step="fetch", message="copying it", done=done, total=100))
-    progress(AddLine(step="check", message="checking its numbers"))
+        progress(AddAdapterLine(step="fetch", message="copying it", done=done, total=100))
+    progress(AddAdapterLine(step="check", message="checking its numbers"))
     return alias((2, 1.0))
 
 
@@ -124,7 +124,7 @@ def test_a_local_source_becomes_absolute(run: Run, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     controller = controller_of()
     done = run(controller, "add", "sql", "./sql", "--tenant", "acme", "--tenant", "bits")
-    request = AddRequest(name="sql", source=str(tmp_path / "sql"), tenants=("acme", "bits"))
+    request = AddAdapterRequest(name="sql", source=str(tmp_path / "sql"), tenants=("acme", "bits"))
     assert controller.add_adapter.call_args.args[0] == request
     assert [line.split()[0] for line in done.output.splitlines()] == ["fetch", "check", "sql"]
     assert done.output.endswith("sql on m serves v2 (bbbbbbbbbbbb).\n")
@@ -133,7 +133,9 @@ def test_a_local_source_becomes_absolute(run: Run, tmp_path: Path, monkeypatch: 
 def test_the_option_everybody_gives_access_to_all_tenants(run: Run) -> None:
     controller = controller_of(adapter(tenants=("acme",)))
     assert run(controller, "add", "sql", "hf:a/b", "--everybody").exit_code == 0
-    assert controller.add_adapter.call_args.args[0] == AddRequest(name="sql", source="hf:a/b", tenants=())
+    assert controller.add_adapter.call_args.args[0] == AddAdapterRequest(
+        name="sql", source="hf:a/b", tenants=()
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_a_version_without_requests_is_named(run: Run) -> None:
     controller = controller_of(adapter())
     controller.add_adapter.side_effect = lambda request, progress: alias((1, 1.0))
     done = run(controller, "add", "sql", "hf:a/b", "--weight", "0", "--force")
-    request = AddRequest(name="sql", source="hf:a/b", weight=0, force=True)
+    request = AddAdapterRequest(name="sql", source="hf:a/b", weight=0, force=True)
     assert controller.add_adapter.call_args.args[0] == request
     first, second = done.output.splitlines()
     assert first == "sql on m serves v1 (aaaaaaaaaaaa)."

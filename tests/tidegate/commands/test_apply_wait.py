@@ -10,7 +10,7 @@ import pytest
 from policy.errors import Unreachable
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from tidegate.commands.deployment.rollout_progress import follow
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 
 
 def status(phase: str, generation: int = 2, note: str = "", **over: Any) -> ModelStatus:
@@ -43,21 +43,21 @@ BACK = "rolled back from multi-replica x 1, generation 2: 3 starts in a row fail
 @pytest.mark.parametrize(
     ("statuses", "outcome", "polls"),
     [
-        ([status("steady")], Exit.OK, 0),
-        ([status("switching"), status("switching"), status("draining the old")], Exit.OK, 2),
+        ([status("steady")], ExitCode.OK, 0),
+        ([status("switching"), status("switching"), status("draining the old")], ExitCode.OK, 2),
         # Changed weights make a new revision only once they were read.
-        ([status("steady", 1, resolving=True), status("switching"), status("steady")], Exit.OK, 2),
+        ([status("steady", 1, resolving=True), status("switching"), status("steady")], ExitCode.OK, 2),
         (
             [status("switching"), status("rolling back", 1, BACK), status("steady", 1, BACK)],
-            Exit.ROLLED_BACK,
+            ExitCode.ROLLED_BACK,
             2,
         ),
-        ([status("switching"), status("steady", 1)], Exit.ROLLED_BACK, 1),
+        ([status("switching"), status("steady", 1)], ExitCode.ROLLED_BACK, 1),
         # From what was applied before.
-        ([status("rolling back", 1, BACK), status("steady", 1, BACK)], Exit.OK, 1),
-        ([status("starting", note="no such file")], Exit.FAILED, 10),
-        ([None, status("switching"), None, status("steady")], Exit.OK, 3),
-        ([status("switching"), status("rolling back", 1, BACK)], Exit.ROLLED_BACK, 10),
+        ([status("rolling back", 1, BACK), status("steady", 1, BACK)], ExitCode.OK, 1),
+        ([status("starting", note="no such file")], ExitCode.FAILED, 10),
+        ([None, status("switching"), None, status("steady")], ExitCode.OK, 3),
+        ([status("switching"), status("rolling back", 1, BACK)], ExitCode.ROLLED_BACK, 10),
     ],
     ids=[
         "unchanged",
@@ -72,7 +72,7 @@ BACK = "rolled back from multi-replica x 1, generation 2: 3 starts in a row fail
     ],
 )
 def test_the_wait_ends_ready_rolled_back_or_with_the_time_out(
-    statuses: list[ModelStatus | None], outcome: Exit, polls: int
+    statuses: list[ModelStatus | None], outcome: ExitCode, polls: int
 ) -> None:
     controller = Controller(*statuses)
     shown: list[str] = []

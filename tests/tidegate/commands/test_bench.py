@@ -14,11 +14,11 @@ from rich.console import Console
 from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import NAMES
 from sim.benchmarks.policies.gpu_time_ranking import OracleCosts, Ranking, RankingTable, Regret
-from sim.benchmarks.policies.sizing import Full, ReplicaSize
+from sim.benchmarks.policies.sizing import ReplicaSize, SaturatedReplica
 from sim.workload.workload_spec import read_workload
 from tidegate.cli import group
 from tidegate.commands.simulation import bench
-from tidegate.exit_codes import Exit, exit_of
+from tidegate.exit_codes import ExitCode, exit_of
 from tidegate.supervisor.children import ROOT
 
 SMALL = ["--adapters", "30", "--replicas", "2", "--slots", "4", "--requests", "120", "--rate", "50"]
@@ -142,10 +142,10 @@ def test_bench_modes_needs_requests_and_two_modes(site: Path) -> None:
     (site / "none.yaml").write_text("mix: [{trace: {path: t.csv, from_s: 5}}]")
     (site / "t.csv").write_text("request_id,timestamp,input_tokens,output_tokens\n1,0,1,1\n")
     error = run_modes(site, trace="none.yaml").exception
-    assert error is not None and exit_of(error) is Exit.INVALID and "at least one request" in str(error)
+    assert error is not None and exit_of(error) is ExitCode.INVALID and "at least one request" in str(error)
     (site / "deployment.yaml").write_text(DOCUMENT.replace("      single-large: {shape: large}\n", ""))
     error = run_modes(site).exception
-    assert error is not None and exit_of(error) is Exit.INVALID and "two modes at least" in str(error)
+    assert error is not None and exit_of(error) is ExitCode.INVALID and "two modes at least" in str(error)
 
 
 def test_the_shipped_crossover_workload_alternates_documents_and_chat() -> None:
@@ -230,7 +230,8 @@ def test_no_word_of_the_table_of_policies_is_broken(
     )  # fmt: skip
     score = bench.PolicyScore(
         trace="AzureLLMInferenceTrace_conv_2023.csv", half="judge", seeds=5, profile="l4-8b",
-        size=ReplicaSize(mu=1.0, factor=0.961, full=Full(at_once=1.0, kv_used=0.5, least=1, most=2)),
+        size=ReplicaSize(mu=1.0, factor=0.961, full=SaturatedReplica(at_once=1.0, kv_used=0.5, least=1,
+            most=2)),
         table=RankingTable((oracle,), tuple(map(ranking_of, NAMES))),
     )  # fmt: skip
     bench.print_ranking(score, 0.99)

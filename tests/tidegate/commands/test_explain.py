@@ -17,14 +17,14 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from policy.config.control import GuardConfig, SloConfig
-from policy.config.deployment import Budget
+from policy.config.deployment import ResourceBudget
 from policy.engine.replica_capacity import Capability
 from policy.errors import TargetError, Unreachable
-from policy.scaling.decision_types import Decision, Guardrail, Limit, Situation
+from policy.scaling.decision_types import Clip, Decision, Guardrail, Situation
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import PriorityShares, Shares, Signals
 from policy.types import Priority
-from serve.autoscaler.decision_journal import DecisionRound, Journal
+from serve.autoscaler.decision_journal import DecisionJournal, DecisionRound
 from serve.controller_api_schema import LoggedDecision, SwitchOutcome
 from store.state_dir import StateDir
 from tests.tidegate.decisions import (
@@ -39,17 +39,17 @@ from tests.tidegate.decisions import (
 )
 from tidegate.cli import group
 from tidegate.commands.fleet import explain
-from tidegate.commands.fleet.explain_view import Aftermath, render_decision, verdict
+from tidegate.commands.fleet.explain_view import DecisionRollout, render_decision, verdict
 from tidegate.commands.units import clock
 
 NOW = 1120.0
-DONE = Aftermath("multi-replica", 4)
+DONE = DecisionRollout("multi-replica", 4)
 
 
 def lines(
     made: Decision,
     seen: Situation | None = None,
-    after: Aftermath | None = None,
+    after: DecisionRollout | None = None,
     review: SwitchOutcome | None = None,
 ) -> list[str]:
     out = io.StringIO()
@@ -77,7 +77,7 @@ QUIET = {"arrivals": rates(0.0, 0.0), "concurrency": rates(0.0, 0.0), "queued": 
 
 
 def wants(count: int, now: int, rule: Guardrail | None = None, **over: Any) -> Decision:
-    limits = () if rule is None else (Limit(rule=rule, was=count, now=now, why=""),)
+    limits = () if rule is None else (Clip(rule=rule, was=count, now=now, why=""),)
     fields = {"proposal": Proposal(count=count, reason=""), "count": now, "was_count": now, "clips": limits}
     return decision(**fields | over)
 
@@ -161,8 +161,8 @@ ODD = situation(
     supply=Supply(wanted=2, serving=1, failures=4),
 )
 LIMITS = (
-    Limit(rule=Guardrail.STALENESS, was=1, now=2, why="the metrics are 20 s old"),
-    Limit(rule=Guardrail.BUDGET, was=9, now=6, why="8 GPUs in all"),
+    Clip(rule=Guardrail.STALENESS, was=1, now=2, why="the metrics are 20 s old"),
+    Clip(rule=Guardrail.BUDGET, was=9, now=6, why="8 GPUs in all"),
 )
 
 
@@ -219,7 +219,7 @@ def test_sections_without_metrics_are_left_out() -> None:
 
 
 SWITCH = decision(mode="single-large", count=1, gain=0.31)
-SWITCHED = Aftermath("single-large", 1)
+SWITCHED = DecisionRollout("single-large", 1)
 
 
 def review(measured: float) -> SwitchOutcome:
@@ -234,14 +234,14 @@ def review(measured: float) -> SwitchOutcome:
     [
         (unchanged(), {}, None, None, "no change"),
         (decision(), {}, None, None, "unknown"),
-        (decision(), {}, Aftermath("multi-replica", 4, "starting"), None, "in progress (starting)"),
-        (decision(), {}, Aftermath("multi-replica", 4, "recovering"), None, "applied"),
+        (decision(), {}, DecisionRollout("multi-replica", 4, "starting"), None, "in progress (starting)"),
+        (decision(), {}, DecisionRollout("multi-replica", 4, "recovering"), None, "applied"),
         (
-            decision(), {}, Aftermath("multi-replica", 2, "steady"), None,
+            decision(), {}, DecisionRollout("multi-replica", 2, "steady"), None,
             "not applied; see the events in `tidegate status --json`",
         ),
         (
-            decision(dry_run=True), {}, Aftermath("multi-replica", 2), None,
+            decision(dry_run=True), {}, DecisionRollout("multi-replica", 2), None,
             "not applied (control.guard.dry_run)",
         ),
         (SWITCH, {}, SWITCHED, None, "applied; predicted gain of the switch: 31%"),
@@ -263,13 +263,17 @@ def review(measured: float) -> SwitchOutcome:
     ],
 )  # fmt: skip
 def test_the_outcome_says_whether_the_decision_was_applied(
-    made: Decision, seen: dict[str, Any], after: Aftermath | None, came: SwitchOutcome | None, outcome: str
+    made: Decision,
+    seen: dict[str, Any],
+    after: DecisionRollout | None,
+    came: SwitchOutcome | None,
+    outcome: str,
 ) -> None:
     assert section("outcome", made, situation(**seen), after, came) == outcome
 
 
 def test_modes_that_failed_are_blocked_until_a_time() -> None:
-    after = Aftermath("multi-replica", 4, "steady", {"single-large": NOW + 60})
+    after = DecisionRollout("multi-replica", 4, "steady", {"single-large": NOW + 60})
     blocked = f"single-large failed; no switch to it before {clock(NOW + 60, NOW)}"
     assert section("blocked", decision(), None, after) == blocked
     assert not section("blocked", decision(), None, DONE)
@@ -306,12 +310,16 @@ def stop(folder: Path, decisions: Sequence[Decision]) -> None:
         for name in ("sim", "other")
     ]  # fmt: skip
     state.save(state.deployment_path, {"models": models, "cluster": {"controller": "127.0.0.1:1"}})
-    journal = Journal(state.decisions_path)
+    journal = DecisionJournal(state.decisions_path)
     for each in decisions:
         situations = {each.model: situation(at=each.at)}
         journal.put(
             DecisionRound(
-                at=each.at, policies={}, situations=situations, budget=Budget(), decisions={each.model: each}
+                at=each.at,
+                policies={},
+                situations=situations,
+                budget=ResourceBudget(),
+                decisions={each.model: each},
             )
         )
     journal.flush()

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from policy.errors import PreconditionFailed, TargetError, TidegateError, Unreachable
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from tests.tidegate.conftest import Site
 from tidegate.cli import group
 from tidegate.commands.fleet import process_profiler as command
@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         fleet = SimpleNamespace(
             replicas=tuple(
                 Replica(id=name, model="m", shape="s", generation=1, state=ReplicaPhase.READY,
-                        load=Load(at=0.0), pid=pid, node="n2")
+                        load=ReplicaLoad(at=0.0), pid=pid, node="n2")
                 for name, pid in (replicas or {}).items()
             )
         )  # fmt: skip

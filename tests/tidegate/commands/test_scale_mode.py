@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from policy.scaling.decision_types import Override
+from policy.scaling.decision_types import ModeOverride
 from serve.controller_api_schema import ModelStatus
 from tests.tidegate.commands.fleet_status import model_status
 from tidegate.cli import group
@@ -90,7 +90,7 @@ def test_remaining_overrides_are_shown(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: str, other: str
 ) -> None:
     controller = Controller()
-    remaining = model_status(override=Override(mode="multi-replica", count=1))
+    remaining = model_status(override=ModeOverride(mode="multi-replica", count=1))
     monkeypatch.setattr(controller, command, lambda *wanted: remaining)
     shown = run(controller, command, "sim", "auto").output
     assert f"Another manual override remains; end it with `tidegate {other} sim auto`." in shown

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from sim.oracle.offline_optimum import bounds_of
 from sim.oracle.replica_capacity import Trials
 from tidegate.cli import group
-from tidegate.exit_codes import Exit, exit_of
+from tidegate.exit_codes import ExitCode, exit_of
 
 DOCUMENT = """
 models:
@@ -58,7 +58,7 @@ def run(site: Path, *words: str, trace: str = "load.yaml", document: str = "depl
 
 def refused(site: Path, *words: str, trace: str = "load.yaml", document: str = "deployment.yaml") -> str:
     error = run(site, *words, trace=trace, document=document).exception
-    assert error is not None and exit_of(error) is Exit.INVALID
+    assert error is not None and exit_of(error) is ExitCode.INVALID
     return str(error)
 
 
@@ -123,7 +123,7 @@ def test_simulate_prints_a_table_and_writes_a_report_a_chart_and_a_log(site: Pat
 )
 def test_the_result_is_printed_if_a_file_cannot_be_written(site: Path, words: tuple[str, ...]) -> None:
     result = run(site, "--no-oracle", "--rate", "3", *words, "/dev/full")
-    assert result.exit_code == Exit.FAILED and not isinstance(result.exception, OSError)
+    assert result.exit_code == ExitCode.FAILED and not isinstance(result.exception, OSError)
     assert "/dev/full: No space left on device" in result.stderr
     if "--json" in words:
         assert json.loads(result.stdout)["policies"]["target_tracking"]["requests"] > 50
@@ -135,7 +135,7 @@ def test_the_result_is_printed_if_a_file_cannot_be_written(site: Path, words: tu
 def test_unwritable_files_are_refused_first(site: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != site)
     result = run(site, option, str(site / "out"))
-    assert result.exit_code == Exit.USAGE and "expected a file that can be written" in result.stderr
+    assert result.exit_code == ExitCode.USAGE and "expected a file that can be written" in result.stderr
 
 
 def test_notes_on_a_trace_are_reported_once(site: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from policy.engine.replica_capacity import Capability
-from policy.scaling.decision_types import Override
-from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
+from policy.scaling.decision_types import ModeOverride
+from policy.types import EMPTY_FLEET, FleetSnapshot, Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.usage_query import LedgerStatus
 from serve.controller_api_schema import ModelStatus
 from tidegate.commands.fleet.status import StatusData, render
@@ -30,7 +30,7 @@ def model(name: str = "sim", **over: Any) -> ModelStatus:
 
 
 def shown(
-    *models: ModelStatus, fleet: Fleet = EMPTY_FLEET, ledger: LedgerStatus | None = None
+    *models: ModelStatus, fleet: FleetSnapshot = EMPTY_FLEET, ledger: LedgerStatus | None = None
 ) -> list[list[str]]:
     out = io.StringIO()
     view = StatusData(
@@ -70,9 +70,9 @@ def scaling(*models: ModelStatus) -> list[str]:
         ),
         ({"reason": "low", "barred": {"large": NOW + 60}}, "low; large failed; no switch to it before"),
         ({"dry_run": True}, "predictive, dry run"),
-        ({"override": Override(mode="multi-replica", count=4)}, "manual override 12.4/s"),
+        ({"override": ModeOverride(mode="multi-replica", count=4)}, "manual override 12.4/s"),
         (
-            {"override": Override(mode="multi-replica", count=4, until=2800.0)},
+            {"override": ModeOverride(mode="multi-replica", count=4, until=2800.0)},
             f"manual override until {clock(2800.0, NOW)}",
         ),
         ({"capability": Capability(mu=0.0, mu_max=5.1)}, "max 5.10/s, SLO missed"),
@@ -93,12 +93,13 @@ def test_models_show_desired_and_ready_replicas() -> None:
 def test_servers_show_their_mode_and_adapters() -> None:
     names = tuple(f"a{i}" for i in range(5))
     own = Replica(
-        id="r1", model="sim", shape="small", generation=1, state=ReplicaPhase.READY, load=Load(at=NOW),
+        id="r1", model="sim", shape="small", generation=1, state=ReplicaPhase.READY, load=ReplicaLoad(at=NOW),
         pid=7, adapters=names,
     )  # fmt: skip
     server = msgspec.structs.replace(own, id="h:1", mode="one", pid=0)
     lines = [
-        " ".join(line) for line in shown(fleet=Fleet(epoch=1.0, version=1, at=NOW, replicas=(own, server)))
+        " ".join(line)
+        for line in shown(fleet=FleetSnapshot(epoch=1.0, version=1, at=NOW, replicas=(own, server)))
     ]
     assert any(line.startswith("h:1 small one 1 ready") and "a0, a1, a2 and 2 more" in line for line in lines)
     assert any(line.startswith("r1 small - 1 ready") and "a0" not in line for line in lines)
@@ -107,8 +108,8 @@ def test_servers_show_their_mode_and_adapters() -> None:
 def test_replicas_show_failures_and_the_age_of_their_metrics() -> None:
     replica = Replica(
         id="r1", model="sim", shape="small", generation=1, state=ReplicaPhase.STARTING,
-        load=Load(at=NOW - 0.7), failures=3,
+        load=ReplicaLoad(at=NOW - 0.7), failures=3,
     )  # fmt: skip
-    lines = shown(model(), fleet=Fleet(epoch=1.0, version=1, at=NOW, replicas=(replica,)))
+    lines = shown(model(), fleet=FleetSnapshot(epoch=1.0, version=1, at=NOW, replicas=(replica,)))
     assert "r1 small 1 starting, failed 3 times 0 0/0 0% 0.7 s ago" in " ".join(lines[-1])
     assert "updated" in lines[-2]

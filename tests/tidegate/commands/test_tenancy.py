@@ -16,7 +16,7 @@ from store.database import Database
 from store.key_derivation import digest_of
 from store.state_dir import StateDir
 from store.tenancy import ledger
-from store.tenancy.ledger import Counts, LedgerKey
+from store.tenancy.ledger import LedgerKey, UsageTotals
 from tests.policy.example_documents import GOOD
 from tidegate.cli import group
 
@@ -111,13 +111,13 @@ def test_the_snippet_is_a_tenant_with_the_digest_of_the_key(tidegate: Shell) -> 
 def test_usage_is_summed_and_priced(tidegate: Shell) -> None:
     state = StateDir(tidegate.root).ensure()
     database = Database(state.database_url(""))
-    sums: dict[LedgerKey, Counts] = {}
+    sums: dict[LedgerKey, UsageTotals] = {}
     for day, tenant, model, nano in (
         ("30", "web", "m", 1),
         ("31", "web", "m", 2_500_000_000),
         ("31", "", "n", 0),
     ):
-        counts = sums[LedgerKey(f"2026-01-{day}", tenant, "k", model, "")] = Counts()
+        counts = sums[LedgerKey(f"2026-01-{day}", tenant, "k", model, "")] = UsageTotals()
         counts.requests, counts.prompt_tokens, counts.output_tokens, counts.cost_nano = 3, 2000, 20, nano
     with database.writing() as connection:
         ledger.add(connection, sums)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from policy.errors import TargetError, Unreachable
-from policy.types import EMPTY_FLEET, Load, Replica, ReplicaPhase
+from policy.types import EMPTY_FLEET, Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.controller_reports import GpuReport
 from serve.autoscaler.decision_history import ModelHistory
 from serve.controller_api_schema import LoggedDecision, ModelStatus
@@ -25,7 +25,7 @@ from tests.tidegate.decisions import DEMAND, SIGNALS, decision, situation, uncha
 from tidegate.cli import group
 from tidegate.commands.fleet import top as command
 from tidegate.commands.fleet.status import StatusData
-from tidegate.commands.fleet.top import Watcher
+from tidegate.commands.fleet.top import FleetWatcher
 from tidegate.commands.fleet.top_view import TopData, render_top
 from tidegate.supervisor.control_socket import SupervisorStatus
 
@@ -41,7 +41,7 @@ def model(**over: Any) -> ModelStatus:
 
 
 def replica(name: str, **over: Any) -> Replica:
-    load = Load(at=NOW, in_flight=12, bound=64, waiting=1, kv_used=0.62)
+    load = ReplicaLoad(at=NOW, in_flight=12, bound=64, waiting=1, kv_used=0.62)
     return Replica(
         id=name, model="sim", shape="small", generation=1, state=ReplicaPhase.READY, load=load, **over
     )
@@ -153,15 +153,15 @@ class Controller:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Watcher, Controller]:
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[FleetWatcher, Controller]:
     controller = Controller()
     both = (model(), model(name="e", phase="external"))
     monkeypatch.setattr(command, "gather", lambda state, at: data(models=both).status)
     monkeypatch.setattr(command, "controller_client", lambda state: controller)
-    return Watcher(StateDir(tmp_path)), controller
+    return FleetWatcher(StateDir(tmp_path)), controller
 
 
-def test_changes_are_kept_while_decisions_go_on(watched: tuple[Watcher, Controller]) -> None:
+def test_changes_are_kept_while_decisions_go_on(watched: tuple[FleetWatcher, Controller]) -> None:
     watcher, controller = watched
     seen = watcher.read(NOW)
     assert [each.decision.at for each in seen.changes] == [1000.0]
@@ -175,14 +175,14 @@ def test_changes_are_kept_while_decisions_go_on(watched: tuple[Watcher, Controll
     assert [each.decision.at for each in watcher.read(NOW + 10).changes] == [1010.0, 1000.0]
 
 
-def test_the_curve_begins_before_the_screen_was_opened(watched: tuple[Watcher, Controller]) -> None:
+def test_the_curve_begins_before_the_screen_was_opened(watched: tuple[FleetWatcher, Controller]) -> None:
     seen = watched[0].read(NOW)
     assert seen.arrivals == {"sim": [None] * 16 + [3.0, None, None, 6.0]}
     assert screen(seen, 140)[4].endswith("▅  █")
     assert "█" not in "".join(screen(seen, 120))
 
 
-def test_without_a_controller_the_status_is_shown(watched: tuple[Watcher, Controller]) -> None:
+def test_without_a_controller_the_status_is_shown(watched: tuple[FleetWatcher, Controller]) -> None:
     watcher, controller = watched
     controller.lost = True
     seen = watcher.read(NOW)

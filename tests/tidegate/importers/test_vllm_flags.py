@@ -10,14 +10,14 @@ import pytest
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from store.key_derivation import digest_of
-from tidegate.importers.vllm_flags import Machine, read_flags, translate
+from tidegate.importers.vllm_flags import MachineResources, read_flags, translate
 
-GPUS = Machine(gpus=8, cpus=64, bfloat16=True)
-CPUS = Machine(gpus=0, cpus=2)
+GPUS = MachineResources(gpus=8, cpus=64, bfloat16=True)
+CPUS = MachineResources(gpus=0, cpus=2)
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def document(*words: str, machine: Machine = GPUS, **environment: str) -> dict[str, Any]:
+def document(*words: str, machine: MachineResources = GPUS, **environment: str) -> dict[str, Any]:
     found = translate([MODEL, *words], environment, machine).document
     parse(found)
     return found

@@ -14,7 +14,7 @@ from policy.errors import ConfigError
 from tests.tidegate.kubernetes.validity import check, check_container
 from tidegate.cli import group
 from tidegate.kubernetes.manifests import CONFIG, FILE, grace_s, manifests
-from tidegate.kubernetes.object_metadata import Options, as_yaml
+from tidegate.kubernetes.object_metadata import ManifestOptions, as_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted(path.name for path in (ROOT / "deployments").glob("*.yaml"))
@@ -70,7 +70,7 @@ def written(name: str) -> dict[str, Any]:
 
 
 def rendered(raw: dict[str, Any], **more: Any) -> dict[str, list[dict[str, Any]]]:
-    options = Options("gate", "serving", **{"image": "tidegate:1"} | more)
+    options = ManifestOptions("gate", "serving", **{"image": "tidegate:1"} | more)
     found = manifests(raw, parse(raw), options)
     objects: dict[str, list[dict[str, Any]]] = {}
     for each in yaml.safe_load_all(as_yaml(found.objects)):

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tidegate.replay.http_client import Pool, ResponseBody
+from tidegate.replay.http_client import ReplayConnectionPool, ResponseBody
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -35,16 +35,16 @@ class Server:
         writer.close()
 
     @asynccontextmanager
-    async def pool(self, key: str = "", path: str = "") -> AsyncIterator[Pool]:
+    async def pool(self, key: str = "", path: str = "") -> AsyncIterator[ReplayConnectionPool]:
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}"
-        pool = Pool(url, key, headers={"x-name": "value"})
+        pool = ReplayConnectionPool(url, key, headers={"x-name": "value"})
         async with server:
             yield pool
             pool.close()
 
 
-async def get(pool: Pool) -> bytes:
+async def get(pool: ReplayConnectionPool) -> bytes:
     answer = ResponseBody()
     assert await pool.get("/v1/models", answer) == 200
     return answer.body
@@ -99,4 +99,4 @@ async def test_a_request_is_not_repeated_after_a_partial_answer() -> None:
 @pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:8080", "http://"])
 def test_other_urls_than_http_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="no URL"):
-        Pool(url)
+        ReplayConnectionPool(url)

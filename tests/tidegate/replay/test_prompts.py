@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from policy.wire.capture import BLOCK_TOKENS
 from serve.engine.sim.pseudo_tokenizer import tokenize
 from sim.arrivals import Arrival
-from tidegate.replay.prompts import Fit, Prompts
+from tidegate.replay.prompts import PromptGenerator, TokensPerWordFit
 
-PROMPTS = Prompts(1)
+PROMPTS = PromptGenerator(1)
 
 
 def arrival(tokens: int, *blocks: int) -> Arrival:
@@ -42,12 +42,15 @@ def test_the_last_block_may_be_partial() -> None:
 def test_prompts_differ_between_requests_and_between_seeds() -> None:
     beginnings = {tuple(PROMPTS.text(arrival(64), number).split()[:10]) for number in range(2000)}
     assert len(beginnings) == 2000
-    assert PROMPTS.text(arrival(512, 1), 0) == Prompts(1).text(arrival(512, 1), 9)
-    assert PROMPTS.text(arrival(512, 1), 0).split()[:10] != Prompts(2).text(arrival(512, 1), 0).split()[:10]
+    assert PROMPTS.text(arrival(512, 1), 0) == PromptGenerator(1).text(arrival(512, 1), 9)
+    assert (
+        PROMPTS.text(arrival(512, 1), 0).split()[:10]
+        != PromptGenerator(2).text(arrival(512, 1), 0).split()[:10]
+    )
 
 
 def test_word_counts_follow_the_tokens_that_the_endpoint_counts() -> None:
-    prompts = Prompts(1, Fit(overhead=30.0, per_word=0.5))
+    prompts = PromptGenerator(1, TokensPerWordFit(overhead=30.0, per_word=0.5))
     one, other = (prompts.text(arrival(tokens, 7, 8), 1).split() for tokens in (1530, 3030))
     assert (len(one), len(other)) == (3000, 6000)
     assert one[:2048] == other[:2048]  # 1024 words make a block

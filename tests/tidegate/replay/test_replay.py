@@ -18,7 +18,7 @@ from sim.workload.traces.detect_format import open_trace
 from store.state_dir import StateDir
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.cli import group
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 from tidegate.replay.capture_to_trace import CaptureFile
 
 HEADER = '{"tidegate":"capture","version":1,"block_tokens":512}\n'
@@ -95,7 +95,7 @@ def test_a_replay_without_a_served_request_fails(endpoint: Endpoint, tmp_path: P
     line = {"at": 0, "input_tokens": 30, "output_tokens": 4, "adapter": "none"}
     path.write_text(HEADER + json.dumps(line) + "\n")
     result = run(path, "--url", endpoint.url)
-    assert result.exit_code == Exit.FAILED
+    assert result.exit_code == ExitCode.FAILED
     assert "1 failed with status 404" in result.stdout
     assert "First failure: The model `none` does not exist." in result.stdout
 
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_a_replay_with_the_results_so_far(endpoint: Endpoint, tmp_pa
 
     endpoint.on_ask = on_ask
     result = run(trace(tmp_path, 0.0, 0.05, 3600.0), "--url", endpoint.url)
-    assert result.exit_code == Exit.INTERRUPTED
+    assert result.exit_code == ExitCode.INTERRUPTED
     assert "Interrupted: " in result.stdout and "1 not sent" in result.stdout
 
 
@@ -174,7 +174,7 @@ def test_a_capture_is_written_as_a_trace(admin: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Admin, "lines", f'{HEADER}{late}\n{early}\n{{"lost":3}}\n')
     path = tmp_path / "own.jsonl"
     result = run("--capture", path, "--admin-url", admin, "--json")
-    assert result.exit_code == Exit.FAILED  # it was not ended here
+    assert result.exit_code == ExitCode.FAILED  # it was not ended here
     assert "the gateway ended the capture" in result.stderr and "3 more requests were lost" in result.stderr
     assert json.loads(result.stdout) == {"file": str(path), "requests": 2, "lost": 3, "whole": False}
     assert [arrival.at for arrival in open_trace(path)] == [0.0, 5.0]

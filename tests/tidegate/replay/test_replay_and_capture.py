@@ -14,9 +14,9 @@ from policy.errors import Unreachable
 from sim.arrivals import Arrival
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.endpoint_api import EndpointRefused, RequestFormat
-from tidegate.replay.http_client import Pool
-from tidegate.replay.player import Player
-from tidegate.replay.prompts import Prompts
+from tidegate.replay.http_client import ReplayConnectionPool
+from tidegate.replay.player import TracePlayer
+from tidegate.replay.prompts import PromptGenerator
 from tidegate.replay.replay_and_capture import ReplayResult, replay
 from tidegate.replay.results import ReplayRow
 
@@ -27,7 +27,7 @@ async def play(
     endpoint: Endpoint, arrivals: Iterable[Arrival], record: Path | None = None, **more: Any
 ) -> tuple[ReplayResult, list[ReplayRow]]:
     rows: list[ReplayRow] = []
-    pool, request_format = Pool(endpoint.url), RequestFormat(**more)
+    pool, request_format = ReplayConnectionPool(endpoint.url), RequestFormat(**more)
     played = await replay(
         arrivals, pool, request_format, seed=1, in_flight=64, record=record, on_row=rows.append
     )
@@ -126,11 +126,13 @@ class WaitingServer:
         self.answered.set()
 
 
-async def play_against(waiting: WaitingServer, requests: int, in_flight: int) -> tuple[Player, int]:
+async def play_against(waiting: WaitingServer, requests: int, in_flight: int) -> tuple[TracePlayer, int]:
     rows: list[ReplayRow] = []
     async with await asyncio.start_server(waiting.serve, "127.0.0.1", 0) as server:
-        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=in_flight, on_row=rows.append)
+        pool = ReplayConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        player = TracePlayer(
+            pool, RequestFormat("m"), PromptGenerator(1), in_flight=in_flight, on_row=rows.append
+        )
         async with asyncio.TaskGroup() as group:
             group.create_task(player.play(Arrival(0.0, 9, 1) for _ in range(requests)))
             await waiting.full.wait()
@@ -164,8 +166,8 @@ async def test_a_record_that_cannot_be_written_ends_the_replay() -> None:
 
     waiting = WaitingServer(wanted=1)
     async with await asyncio.start_server(waiting.serve, "127.0.0.1", 0) as server:
-        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=8, on_row=full)
+        pool = ReplayConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        player = TracePlayer(pool, RequestFormat("m"), PromptGenerator(1), in_flight=8, on_row=full)
         with pytest.raises(OSError, match="no space left"):
             await player.play([Arrival(0.0, 9, 1)])
         pool.close()

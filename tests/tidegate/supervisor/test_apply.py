@@ -12,9 +12,9 @@ import pytest
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from store.state_dir import StateDir
-from tidegate.deployment_file import Document
+from tidegate.deployment_file import DeploymentDocument
 from tidegate.supervisor.deployment_file_watch import watch_file
-from tidegate.supervisor.progress_events import Progress
+from tidegate.supervisor.progress_events import ProgressLog
 from tidegate.supervisor.supervisor import Supervisor
 
 
@@ -52,10 +52,10 @@ async def supervisor(tmp_path: Path, controller: Controller, monkeypatch: pytest
     running = document(3)
     made = Supervisor(
         StateDir(tmp_path),
-        Document(running, parse(running)),
+        DeploymentDocument(running, parse(running)),
         ray=False,
         timeout_s=None,
-        progress=Progress(lambda event: None),
+        progress=ProgressLog(lambda event: None),
     )
     monkeypatch.setattr(made, "_controller", lambda timeout_s: controller)
     monkeypatch.setattr(made, "_phase", "ready")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tidegate.supervisor.progress_events import Event, Progress
+from tidegate.supervisor.progress_events import ProgressEvent, ProgressLog
 
 
 async def test_a_late_subscriber_gets_all_events() -> None:
-    echoed: list[Event] = []
-    progress = Progress(echoed.append)
+    echoed: list[ProgressEvent] = []
+    progress = ProgressLog(echoed.append)
     progress.step("model", "half", 0.5)
     progress.step("model", "half", 0.5)
     progress.done("model", "there")
-    progress.emit(Event(kind="ready"))
+    progress.emit(ProgressEvent(kind="ready"))
     received = [event async for event in progress.follow(stop=False)]
     assert [event.kind for event in received] == ["step", "done", "ready"]
     assert received == echoed

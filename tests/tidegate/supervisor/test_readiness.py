@@ -9,11 +9,11 @@ import pytest
 from msgspec import structs
 
 from policy.config.deployment import GatewayConfig
-from policy.config.port_conflicts import Listener, listeners
+from policy.config.port_conflicts import ListenAddress, listeners
 from policy.config.tls import AdminTls
 from policy.deployment_file.parse import parse
 from policy.errors import EngineFailed
-from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
+from policy.types import FleetSnapshot, Model, Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.access_snapshot import SnapshotHead
 from serve.controller.crash_loop_backoff import record_error, record_start
 from store.state_dir import StateDir
@@ -41,7 +41,7 @@ def test_the_ports_of_a_deployment_are_known_before_the_start() -> None:
     ]
     external = parse({"models": [{"name": "e", "engine": "external", "urls": ["http://h:1"]}]})
     assert len(listeners(external, ray=True)) == 2
-    named, other = Listener("a", "localhost.example", 1), Listener("b", "127.0.0.1.example", 1)
+    named, other = ListenAddress("a", "localhost.example", 1), ListenAddress("b", "127.0.0.1.example", 1)
     assert not named.clashes_with(other)
 
 
@@ -74,13 +74,13 @@ def test_memory_counts_the_weights_of_engines_that_sleep() -> None:
 
 def replica(state: ReplicaPhase, reason: str = "") -> Replica:
     return Replica(
-        id="m-1", model="m", shape="small", generation=1, state=state, load=Load(at=0.0), reason=reason
+        id="m-1", model="m", shape="small", generation=1, state=state, load=ReplicaLoad(at=0.0), reason=reason
     )
 
 
-def fleet(*replicas: Replica, note: str = "", target: int = 1) -> Fleet:
+def fleet(*replicas: Replica, note: str = "", target: int = 1) -> FleetSnapshot:
     model = Model(name="m", engine="vllm", note=note, target=target)
-    return Fleet(epoch=1.0, version=1, at=1.0, models=(model,), replicas=replicas)
+    return FleetSnapshot(epoch=1.0, version=1, at=1.0, models=(model,), replicas=replicas)
 
 
 def test_waiting_for_names_models_without_a_ready_replica() -> None:
@@ -97,7 +97,9 @@ def test_readiness_follows_the_controllers_targets() -> None:
     assert readiness.waiting_for(elastic, fleet(target=0)) == []
     assert readiness.idle(elastic, fleet(target=0)) == {"m"}
     # The target of a controller that has not reported is unknown.
-    assert readiness.waiting_for(elastic, Fleet(epoch=0.0, version=0, at=0.0)) == ["m: no replica yet"]
+    assert readiness.waiting_for(elastic, FleetSnapshot(epoch=0.0, version=0, at=0.0)) == [
+        "m: no replica yet"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import msgspec
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.port_conflicts import is_loopback
 from policy.config.shared_gpus import gpu_group_of
-from policy.deployment_file.diff import Change, Effect, diff
+from policy.deployment_file.diff import ChangeEffect, ConfigChange, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
@@ -30,7 +30,7 @@ from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import as_json, file_argument
 from tidegate.commands.terminal import console, print_json, table, warn
 from tidegate.commands.units import duration, latency
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import SupervisorClient
 from tidegate.supervisor.preflight import check_keys
@@ -38,9 +38,9 @@ from tidegate.supervisor.preflight import check_keys
 POLL_S = 0.2
 
 _EFFECTS = {
-    Effect.LIVE: "immediately",
-    Effect.NEW_GENERATION: "new revision: ready before the old one drains",
-    Effect.RESTART: "only after down and up",
+    ChangeEffect.LIVE: "immediately",
+    ChangeEffect.NEW_GENERATION: "new revision: ready before the old one drains",
+    ChangeEffect.RESTART: "only after down and up",
 }
 
 
@@ -75,7 +75,7 @@ def check(state: StateDir, file: Path, as_json: bool) -> None:
         if not as_json:
             raise
         print_json({"ok": False, "path": error.path, "value": error.value, "expected": error.expected})
-        sys.exit(Exit.INVALID)
+        sys.exit(ExitCode.INVALID)
     gateway = deployment.gateway
     if gateway.allow_unauthenticated and not (is_loopback(gateway.host) or deployment.tenants):
         warn("tidegate: gateway.allow_unauthenticated: other machines may use the API without a key")
@@ -160,7 +160,7 @@ def apply(
         client.status()  # fails if nothing is running
         _watch(client, file, dry_run, as_json)
     elif not _apply(client, file, dry_run, as_json):
-        sys.exit(Exit.REFUSED)
+        sys.exit(ExitCode.REFUSED)
     elif wait:
         _wait(state, parse(client.status().document), timeout_s, as_json)
 
@@ -175,9 +175,9 @@ def _wait(state: StateDir, deployment: Deployment, timeout_s: float | None, as_j
     outcome, models = follow(controller_client(state), deployed, timeout_s, warn if as_json else click.echo)
     if as_json:
         print_json({"outcome": outcome.name.lower(), "models": models})
-    if outcome is Exit.FAILED:
+    if outcome is ExitCode.FAILED:
         warn(f"tidegate: not ready after {timeout_s:g} s; it goes on (see tidegate status)")
-    if outcome is not Exit.OK:
+    if outcome is not ExitCode.OK:
         sys.exit(outcome)
 
 
@@ -201,7 +201,7 @@ def _apply(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -
     document = deployment_file.load(file)
     rehearse_all(document.deployment)
     changes = diff(parse(client.status().document), document.deployment)
-    refused = [change for change in changes if change.effect is Effect.RESTART]
+    refused = [change for change in changes if change.effect is ChangeEffect.RESTART]
     # Sent without changes too: the controller then retries what failed and reads weight directories again.
     applied = not refused and not dry_run
     if not as_json:
@@ -219,7 +219,7 @@ def _apply(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -
     return not refused
 
 
-def _print_changes(changes: tuple[Change, ...]) -> None:
+def _print_changes(changes: tuple[ConfigChange, ...]) -> None:
     if not changes:
         click.echo("No changes.")
         return
@@ -232,19 +232,23 @@ def _print_changes(changes: tuple[Change, ...]) -> None:
             ("takes effect", _effect),
         )
     )
-    for why in dict.fromkeys(change.why for change in changes if change.effect is Effect.NEW_GENERATION):
+    for why in dict.fromkeys(
+        change.why for change in changes if change.effect is ChangeEffect.NEW_GENERATION
+    ):
         if why:
             click.echo(why)
 
 
-def _effect(change: Change) -> str:
+def _effect(change: ConfigChange) -> str:
     # Which of the two revisions goes first is said below the table then.
     return (
-        "new revision" if change.effect is Effect.NEW_GENERATION and change.why else _EFFECTS[change.effect]
+        "new revision"
+        if change.effect is ChangeEffect.NEW_GENERATION and change.why
+        else _EFFECTS[change.effect]
     )
 
 
-def _masked(change: Change) -> dict[str, Any]:
+def _masked(change: ConfigChange) -> dict[str, Any]:
     return {"before": redact(change.before, change.path), "after": redact(change.after, change.path)}
 
 

@@ -24,7 +24,7 @@ from tidegate.commands.deployment.up_run_down import (
     watching,
 )
 from tidegate.commands.options import file_argument
-from tidegate.supervisor.remote_document_feed import RemoteController
+from tidegate.supervisor.remote_document_feed import RemoteDocumentFeed
 
 
 @click.command(
@@ -51,7 +51,7 @@ def controller(
     adopt(state, secret_file)
     from tidegate.supervisor.supervisor import Supervisor  # noqa: PLC0415 - `--help` answers without it
 
-    remote = RemoteController(state, document.deployment.cluster.controller, None)
+    remote = RemoteDocumentFeed(state, document.deployment.cluster.controller, None)
     ray = document.deployment.deploys and not no_ray
     progress = printed_progress(state)
 

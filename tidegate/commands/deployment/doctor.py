@@ -19,12 +19,17 @@ from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import FILE, as_json
 from tidegate.commands.terminal import console, print_json, table
 from tidegate.commands.units import plural
-from tidegate.doctor.check_suite import Subject, run_checks
-from tidegate.doctor.finding import Finding, Level
-from tidegate.exit_codes import Exit
+from tidegate.doctor.check_suite import CheckContext, run_checks
+from tidegate.doctor.finding import Finding, Severity
+from tidegate.exit_codes import ExitCode
 from tidegate.supervisor.control_socket import SupervisorClient
 
-_COLORS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.OK: "green", Level.NOT_APPLICABLE: "dim"}
+_COLORS = {
+    Severity.ERROR: "red",
+    Severity.WARNING: "yellow",
+    Severity.OK: "green",
+    Severity.NOT_APPLICABLE: "dim",
+}
 
 
 @click.command(
@@ -37,7 +42,7 @@ _COLORS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.OK: "green", Level
 @click.pass_obj
 def doctor(state: StateDir, file: Path | None, as_json: bool) -> None:
     findings = run_checks(_subject(state, file))
-    healthy = not any(finding.level is Level.ERROR for finding in findings)
+    healthy = not any(finding.level is Severity.ERROR for finding in findings)
     if as_json:
         print_json({"ok": healthy, "findings": findings})
     else:
@@ -51,11 +56,11 @@ def doctor(state: StateDir, file: Path | None, as_json: bool) -> None:
         )
         counts = Counter(finding.level for finding in findings)
         click.echo(
-            f"{plural(counts[Level.ERROR], 'error')}, {plural(counts[Level.WARNING], 'warning')};"
-            f" {counts[Level.OK]} ok, {counts[Level.NOT_APPLICABLE]} not applicable"
+            f"{plural(counts[Severity.ERROR], 'error')}, {plural(counts[Severity.WARNING], 'warning')};"
+            f" {counts[Severity.OK]} ok, {counts[Severity.NOT_APPLICABLE]} not applicable"
         )
     if not healthy:
-        sys.exit(Exit.PRECONDITION)
+        sys.exit(ExitCode.PRECONDITION)
 
 
 def _text(finding: Finding) -> Text:
@@ -65,7 +70,7 @@ def _text(finding: Finding) -> Text:
     return text
 
 
-def _subject(state: StateDir, file: Path | None) -> Subject:
+def _subject(state: StateDir, file: Path | None) -> CheckContext:
     try:
         runs = SupervisorClient(state).status()
     except Unreachable:
@@ -74,7 +79,7 @@ def _subject(state: StateDir, file: Path | None) -> Subject:
         raw: object = deployment_file.load(file).raw
     else:
         raw = runs.document if runs is not None else state.load(state.deployment_path, dict[str, object])
-    return Subject(
+    return CheckContext(
         state=state,
         at=time.time(),
         deployment=None if raw is None else parse(raw),

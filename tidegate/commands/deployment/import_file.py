@@ -12,10 +12,10 @@ from store.yaml_file import read_yaml
 from tidegate.commands.options import FILE, OutputFile
 from tidegate.importers.litellm import from_litellm
 from tidegate.importers.production_stack import from_production_stack
-from tidegate.importers.vllm_flags import Translation
+from tidegate.importers.vllm_flags import ImportedDeployment
 from tidegate.importers.write_document import write_document
 
-_Read = Callable[[dict[str, Any]], Translation]
+_Read = Callable[[dict[str, Any]], ImportedDeployment]
 _SOURCES: dict[str, tuple[str, _Read]] = {
     "litellm": ("model_list", from_litellm),
     "vllm-production-stack": ("servingEngineSpec", from_production_stack),

@@ -11,8 +11,8 @@ import click
 from policy.errors import Unreachable
 from store.state_dir import StateDir
 from tidegate.commands.units import duration
-from tidegate.log_entries import LEVELS, Entry, entries
-from tidegate.log_tail import Follower, is_at_least, tail
+from tidegate.log_entries import LEVELS, LogEntry, entries
+from tidegate.log_tail import LogFollower, is_at_least, tail
 
 _POLL_S = 0.25
 _LINES = 50
@@ -47,13 +47,13 @@ def logs(  # noqa: PLR0917 - click passes them by name
         raise click.UsageError(f"no log of a process {process!r}; there are: {', '.join(known)}")
     if not known:
         raise Unreachable(f"no logs under {state.logs}")
-    followers = {name: Follower(path) for name, path in selected.items()} if follow else {}
+    followers = {name: LogFollower(path) for name, path in selected.items()} if follow else {}
     count = _LINES if lines is None and since is None else lines
     first = 0.0 if since is None else time.time() - since
     _print(entry for path in selected.values() for entry in tail(path, count, since=first, level=level))
     try:
         while followers:
-            new: list[Entry] = []
+            new: list[LogEntry] = []
             for name, follower in followers.items():
                 new += entries(name, follower.lines(), time.time())
             _print(entry for entry in new if is_at_least(entry, level))
@@ -61,7 +61,7 @@ def logs(  # noqa: PLR0917 - click passes them by name
             if process not in followers:
                 started = _selected(_known(state.logs), process)
                 followers |= {
-                    name: Follower(path, whole=True)
+                    name: LogFollower(path, whole=True)
                     for name, path in started.items()
                     if name not in followers
                 }
@@ -83,7 +83,7 @@ def _selected(known: dict[str, Path], process: str) -> dict[str, Path]:
     return {name: known[name] for name in names}
 
 
-def _print(found: Iterable[Entry]) -> None:
+def _print(found: Iterable[LogEntry]) -> None:
     """In the order of time; lines of one process and instant stay together."""
     for entry in sorted(found, key=lambda entry: entry.at):
         click.echo(str(entry))

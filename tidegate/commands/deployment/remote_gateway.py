@@ -18,7 +18,7 @@ from tidegate.commands.deployment.up_run_down import (
     secret_option,
     timeout_option,
 )
-from tidegate.supervisor.remote_document_feed import RemoteController
+from tidegate.supervisor.remote_document_feed import RemoteDocumentFeed
 
 # For the controller to answer, where this host has served nothing yet.
 FIRST_S = 60.0
@@ -50,7 +50,7 @@ def gateway(
         )
     adopt(state, secret_file)
     overrides = {name: value for name, value in given.items() if value is not None}
-    sys.exit(asyncio.run(_serve(state, RemoteController(state, addresses, overrides), timeout_s)))
+    sys.exit(asyncio.run(_serve(state, RemoteDocumentFeed(state, addresses, overrides), timeout_s)))
 
 
 def _address(given: str) -> str:
@@ -61,7 +61,7 @@ def _address(given: str) -> str:
     return address
 
 
-async def _serve(state: StateDir, remote: RemoteController, timeout_s: float | None) -> int:
+async def _serve(state: StateDir, remote: RemoteDocumentFeed, timeout_s: float | None) -> int:
     from tidegate.supervisor.supervisor import Supervisor  # noqa: PLC0415 - `--help` answers without it
 
     progress = printed_progress(state)

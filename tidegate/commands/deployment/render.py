@@ -14,7 +14,7 @@ from store.yaml_file import read_yaml
 from tidegate.commands.options import file_argument
 from tidegate.commands.terminal import warn
 from tidegate.kubernetes.manifests import manifests
-from tidegate.kubernetes.object_metadata import Options, as_yaml
+from tidegate.kubernetes.object_metadata import ManifestOptions, as_yaml
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
@@ -54,7 +54,7 @@ def kubernetes(
     deployment = parse(raw)
     version = importlib.metadata.version("tidegate")
     kind = "gpu" if deployment.deploys and deployment.budget.gpus else "cpu"
-    options = Options(
+    options = ManifestOptions(
         name, namespace, image or f"tidegate:{version}-{kind}", gateways, controllers, service_monitor
     )
     rendered = manifests(raw, deployment, options)

@@ -9,35 +9,35 @@ from typing import NamedTuple, Protocol
 
 from policy.errors import Unreachable
 from serve.controller_api_schema import ControllerStatus, ModelStatus
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 
 _POLL_S = 0.25
 # Phases in which a target was reached; replicas that leave or come back are no part of it.
 _REACHED = ("steady", "idle", "draining the old", "recovering")
 
 
-class Controller(Protocol):
+class StatusSource(Protocol):
     """Where the status comes from."""
 
     def status(self) -> ControllerStatus: ...
 
 
-class Rollout(NamedTuple):
+class RolloutResult(NamedTuple):
     """How it ended: ``OK``, ``ROLLED_BACK``, or ``FAILED`` after the time-out, with the last status."""
 
-    outcome: Exit
+    outcome: ExitCode
     models: tuple[ModelStatus, ...]
 
 
 def follow(
-    controller: Controller,
+    controller: StatusSource,
     names: Collection[str],
     timeout_s: float,
     show: Callable[[str], None],
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Rollout:
+) -> RolloutResult:
     """Wait for the models ``names`` for at most ``timeout_s``; ``show`` gets a line for each change."""
     models: tuple[ModelStatus, ...] = ()
     lines: dict[str, str] = {}
@@ -57,8 +57,10 @@ def follow(
                 show(line)
         done = len(models) == len(names) and all(_is_reached(model) for model in models)
         if done or clock() >= deadline:
-            failed = Exit.OK if done else Exit.FAILED
-            return Rollout(Exit.ROLLED_BACK if _rolled_back(models, newest, earlier) else failed, models)
+            failed = ExitCode.OK if done else ExitCode.FAILED
+            return RolloutResult(
+                ExitCode.ROLLED_BACK if _rolled_back(models, newest, earlier) else failed, models
+            )
         sleep(_POLL_S)
 
 

@@ -27,12 +27,12 @@ from store.state_dir import StateDir
 from tidegate import deployment_file
 from tidegate.commands.options import FILE, file_argument
 from tidegate.commands.terminal import warn
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.control_socket import SupervisorClient
 from tidegate.supervisor.deployment_file_watch import watch_file
-from tidegate.supervisor.orphan_cleanup import remove_leftovers
-from tidegate.supervisor.progress_events import Event, Progress
+from tidegate.supervisor.orphan_cleanup import remove_orphans
+from tidegate.supervisor.progress_events import ProgressEvent, ProgressLog
 from tidegate.supervisor.readiness import admin_url, client_url
 
 _QUESTION = "What is the capital of France?"
@@ -69,7 +69,7 @@ class EventPrinter:
         self._terminal = sys.stdout.isatty()
         self._open = False
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         step = f"{event.step:<12}"
         if event.kind == "step":
             done = "" if event.fraction is None else f" {event.fraction:.0%}"
@@ -141,7 +141,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
     if parse(running.document) != document.deployment:
         warn(f"tidegate: already running at {running.endpoint} with another deployment file")
         warn(f"To change the running deployment: tidegate apply {path}")
-        sys.exit(Exit.REFUSED)
+        sys.exit(ExitCode.REFUSED)
     if running.phase == "ready":
         click.echo(f"Tidegate is already running at {running.endpoint}.")
         return
@@ -171,11 +171,11 @@ def down(state: StateDir) -> None:
             if event.kind in ("stopped", "failed"):
                 _wait_for_exit(supervisor)
                 # A start that failed meanwhile does not make the stop fail.
-                sys.exit(event.exit_code if event.kind == "stopped" else Exit.OK)
+                sys.exit(event.exit_code if event.kind == "stopped" else ExitCode.OK)
     except Unreachable:
         pass
     # No supervisor answers: it was killed, or it hangs. Only the processes that it recorded are ended.
-    if not remove_leftovers(state, click.echo):
+    if not remove_orphans(state, click.echo):
         click.echo("Nothing is running.")
 
 
@@ -197,7 +197,7 @@ def _spec_path(state: StateDir, file: Path | None) -> Path:
 
 
 def _run(
-    state: StateDir, document: deployment_file.Document, no_ray: bool, timeout_s: float | None, *,
+    state: StateDir, document: deployment_file.DeploymentDocument, no_ray: bool, timeout_s: float | None, *,
     watched: Path | None,
 ) -> int:  # fmt: skip
     _lock = lock(state)
@@ -218,7 +218,7 @@ def _run(
 
 async def watching(
     running: Coroutine[Any, Any, int], file: Path | None, applied: object,
-    apply: Callable[[dict[str, Any]], Awaitable[None]], progress: Progress, *, no_ray: bool,
+    apply: Callable[[dict[str, Any]], Awaitable[None]], progress: ProgressLog, *, no_ray: bool,
 ) -> int:  # fmt: skip
     """The result of ``running``; meanwhile ``file``, if there is one, is applied when it changes."""
     if file is None:
@@ -228,7 +228,7 @@ async def watching(
         return deployment_file.load(file, ray=not no_ray).raw
 
     def note(text: str) -> None:
-        progress.emit(Event(kind="note", message=text))
+        progress.emit(ProgressEvent(kind="note", message=text))
 
     watch = asyncio.create_task(watch_file(read, applied, apply, note))
     try:
@@ -252,12 +252,14 @@ def adopt(state: StateDir, secret_file: Path | None) -> None:
         state.adopt_secret(Path(given))
 
 
-def printed_progress(state: StateDir, document: deployment_file.Document | None = None) -> Progress:
+def printed_progress(
+    state: StateDir, document: deployment_file.DeploymentDocument | None = None
+) -> ProgressLog:
     """Events to the terminal and the supervisor's log; when it is ready, a first request to ``document``."""
     printer = EventPrinter()
     log = RotatingLog(state.logs / "supervisor.log")
 
-    def echo(event: Event) -> None:
+    def echo(event: ProgressEvent) -> None:
         printer(event)
         text = " ".join(filter(None, (event.kind, event.step, event.message)))
         with contextlib.suppress(OSError):
@@ -265,11 +267,15 @@ def printed_progress(state: StateDir, document: deployment_file.Document | None 
         if event.kind == "ready" and document is not None:
             click.echo(welcome(document.deployment))
 
-    return Progress(echo)
+    return ProgressLog(echo)
 
 
 def _start_detached(
-    state: StateDir, path: Path, document: deployment_file.Document, no_ray: bool, timeout_s: float | None
+    state: StateDir,
+    path: Path,
+    document: deployment_file.DeploymentDocument,
+    no_ray: bool,
+    timeout_s: float | None,
 ) -> int:
     """Start ``tidegate run`` in a new session and follow its events; Ctrl-C stops it."""
     state.ensure()
@@ -294,18 +300,18 @@ def _start_detached(
         warn("interrupted: stopping what was started")
         process.terminate()
         process.wait()
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     except Unreachable:
         # The supervisor exited before its socket answered.
         code = process.wait()
         warn(errors.read_text(errors="replace").rstrip())
-        return code or Exit.FAILED
+        return code or ExitCode.FAILED
     if code:
         process.wait()
     return code
 
 
-def _events(client: SupervisorClient, process: subprocess.Popen[bytes]) -> Iterator[Event]:
+def _events(client: SupervisorClient, process: subprocess.Popen[bytes]) -> Iterator[ProgressEvent]:
     while True:
         connected = False
         try:
@@ -319,13 +325,13 @@ def _events(client: SupervisorClient, process: subprocess.Popen[bytes]) -> Itera
         time.sleep(_POLL_S)
 
 
-def _watch(events: Iterator[Event], document: deployment_file.Document) -> int:
+def _watch(events: Iterator[ProgressEvent], document: deployment_file.DeploymentDocument) -> int:
     printer = EventPrinter()
     for event in events:
         printer(event)
         if event.kind == "ready":
             click.echo(welcome(document.deployment))
-            return Exit.OK
+            return ExitCode.OK
         if event.kind == "failed":
             return event.exit_code
     raise Unreachable("the supervisor ended before it was ready")

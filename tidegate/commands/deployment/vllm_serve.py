@@ -12,7 +12,7 @@ from policy.config.deployment import Cluster
 from serve.actuator.gpu_cards import cards_of_machine
 from tidegate.commands.deployment.up_run_down import up
 from tidegate.commands.options import OutputFile
-from tidegate.importers.vllm_flags import Machine, translate
+from tidegate.importers.vllm_flags import MachineResources, translate
 from tidegate.importers.write_document import write_document
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -48,13 +48,13 @@ def serve(
         ctx.invoke(up, file=path, foreground=foreground, no_ray=no_ray, timeout_s=None)
 
 
-def machine() -> Machine:
+def machine() -> MachineResources:
     """What replicas may use on this machine."""
     try:
         flags = _CPUINFO.read_text()
     except OSError:  # not Linux
         flags = ""
-    return Machine(
+    return MachineResources(
         gpus=len(cards_of_machine(Cluster(), os.environ)),
         cpus=len(os.sched_getaffinity(0)),
         bfloat16=_BFLOAT16.search(flags) is not None,

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from policy.errors import AdapterUnknown, ConfigError
 from policy.wire.adapter_catalog import NAME, Alias
-from policy.wire.controller import AddLine, AddRequest
+from policy.wire.controller import AddAdapterLine, AddAdapterRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, VersionStatus
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import as_json
-from tidegate.commands.terminal import Bar, console, print_json, table, table_of_rows
+from tidegate.commands.terminal import ProgressBar, console, print_json, table, table_of_rows
 from tidegate.commands.units import age, optional, size
 
 # Sources that are not paths: URLs, and repositories of the Hugging Face hub.
@@ -108,7 +108,7 @@ def add(  # noqa: PLR0917 - click passes them by name
     if everybody and tenants:
         raise click.BadOptionUsage("--everybody", "--everybody: expected without --tenant")
     client = controller_client(state)
-    request = AddRequest(
+    request = AddAdapterRequest(
         name=name,
         source=_absolute(source),
         model=_model_of(client.adapters(), name, model),
@@ -316,12 +316,12 @@ def history(adapter: AdapterStatus, at: float) -> RenderableType:
 
 
 @contextmanager
-def add_progress(name: str, *, quiet: bool) -> Iterator[Callable[[AddLine], None]]:
-    """Shows each :class:`policy.wire.controller.AddLine` that the yielded function is called with."""
+def add_progress(name: str, *, quiet: bool) -> Iterator[Callable[[AddAdapterLine], None]]:
+    """Shows each :class:`policy.wire.controller.AddAdapterLine` that the yielded function is called with."""
     if quiet:
         yield lambda line: None
         return
-    with Bar("", size) as bar:
+    with ProgressBar("", size) as bar:
         yield lambda line: bar.update(
             line.done, line.total, task=name, step=line.step, text=f"{line.step:<12}{line.message}"
         )

@@ -13,15 +13,15 @@ import click
 from policy.errors import Unreachable
 from policy.scaling.decision_schedule import LISTEN_S
 from policy.scaling.decision_types import Decision
-from serve.autoscaler.decision_journal import Journal
+from serve.autoscaler.decision_journal import DecisionJournal
 from serve.controller_api_schema import LoggedDecision
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import controller_client, stored_deployment
-from tidegate.commands.fleet.explain_view import Aftermath, render_decision, verdict
+from tidegate.commands.fleet.explain_view import DecisionRollout, render_decision, verdict
 from tidegate.commands.options import as_json
 from tidegate.commands.terminal import console, print_json, warn
 from tidegate.commands.units import clock, moment
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 
 # Decisions that are searched for the last change.
 SEARCHED = 200
@@ -37,13 +37,13 @@ class DecisionLog(NamedTuple):
     first decision at ``first_at`` (Unix seconds).
     """
 
-    goals: Mapping[str, Aftermath | None]
+    goals: Mapping[str, DecisionRollout | None]
     read: Callable[[str, int, float | None], Sequence[LoggedDecision]]
     first_at: float | None = None
 
 
 # A decision, and the goal after it, which shows whether it was applied.
-_Shown = tuple[LoggedDecision, Aftermath | None]
+_Shown = tuple[LoggedDecision, DecisionRollout | None]
 
 
 @click.command(
@@ -75,7 +75,7 @@ def explain(state: StateDir, model: str | None, last: int | None, at: float | No
             warn(f"tidegate: no decision on {names}{when} is known")
         else:
             warn(f"tidegate: first decision on {names} in {math.ceil(log.first_at - now)} s")
-        sys.exit(Exit.FAILED)
+        sys.exit(ExitCode.FAILED)
 
 
 def _open(state: StateDir) -> DecisionLog:
@@ -89,11 +89,12 @@ def _open(state: StateDir) -> DecisionLog:
         warn(f"{str(error).rstrip('.')}. Decisions are read from {state.decisions_path}.")
     else:
         goals = {
-            each.name: Aftermath(each.mode, each.target, each.phase, each.barred) for each in status.models
+            each.name: DecisionRollout(each.mode, each.target, each.phase, each.barred)
+            for each in status.models
         }
         return DecisionLog(goals, client.decisions, status.epoch + LISTEN_S)
     deployment = stored_deployment(state)
-    journal = Journal(state.decisions_path)
+    journal = DecisionJournal(state.decisions_path)
     return DecisionLog(
         {spec.name: None for spec in deployment.models if spec.is_scaled},
         lambda model, last, at: journal.read(last, at, deployment.model(model).name),
@@ -116,8 +117,8 @@ def _select(log: DecisionLog, model: str, last: int | None, at: float | None) ->
     return shown[::-1]
 
 
-def _goal_before(decision: Decision) -> Aftermath:
-    return Aftermath(decision.was_mode, decision.was_count)
+def _goal_before(decision: Decision) -> DecisionRollout:
+    return DecisionRollout(decision.was_mode, decision.was_count)
 
 
 def _print(models: Sequence[Sequence[_Shown]], now: float) -> None:

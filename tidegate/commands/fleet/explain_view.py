@@ -13,11 +13,11 @@ from rich.text import Text
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability, idle_latency
 from policy.scaling.decide import slo_misses, workload_of
-from policy.scaling.decision_types import Decision, Guardrail, Limit, Override, Situation
+from policy.scaling.decision_types import Clip, Decision, Guardrail, ModeOverride, Situation
 from policy.scaling.guardrails import bound_of_policy, override_in_force, scheduled
 from policy.scaling.switch_cost import describe_gain
 from policy.scaling.view import Proposal
-from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
+from policy.signals.types import LatencyQuantiles, ModelDemand, ReplicaSample
 from serve.controller_api_schema import LoggedDecision
 from tidegate.commands.fleet.status import describe_switch_block
 from tidegate.commands.terminal import table
@@ -42,7 +42,7 @@ _LIMITED = {
 }
 
 
-class Aftermath(NamedTuple):
+class DecisionRollout(NamedTuple):
     """The goal after a decision, the ``phase`` on the way there, and failed modes with their retry time."""
 
     mode: str
@@ -115,7 +115,7 @@ def _scaling(situation: Situation, decision: Decision) -> str:
     return f"keeps {plural(count, 'replica')}"
 
 
-def _limits(situation: Situation, decision: Decision) -> list[Limit]:
+def _limits(situation: Situation, decision: Decision) -> list[Clip]:
     """The bound that the policy applied itself, and what changed its count after that."""
     bounded = scheduled(situation)
     option = next((each for each in bounded.rungs if each.mode == decision.was_mode), None)
@@ -128,12 +128,12 @@ def _unserved(situation: Situation, decision: Decision) -> str:
     return f"{rate(decision.short)} {where}"
 
 
-def _override(override: Override, now: float) -> str:
+def _override(override: ModeOverride, now: float) -> str:
     what = override.mode if override.count is None else f"{override.mode} x {override.count}"
     return what if override.until is None else f"{what} until {clock(override.until, now)}"
 
 
-def render_decision(logged: LoggedDecision, after: Aftermath | None, now: float) -> RenderableType:
+def render_decision(logged: LoggedDecision, after: DecisionRollout | None, now: float) -> RenderableType:
     """One decision; ``after`` is the goal that followed, if known, and ``now`` the reader's Unix time."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", width=_LABEL, no_wrap=True)
@@ -155,7 +155,7 @@ def _headline(decision: Decision, now: float) -> Text:
 
 
 def _sections(
-    logged: LoggedDecision, after: Aftermath | None, now: float
+    logged: LoggedDecision, after: DecisionRollout | None, now: float
 ) -> Iterable[tuple[str | RenderableType, ...]]:
     situation, decision = logged.situation, logged.decision
     signals, slo = situation.signals, situation.slo
@@ -191,7 +191,7 @@ def _sections(
         yield "others" if shadow is None else "", f"desired replicas: {counts}"
 
 
-def _outcome(logged: LoggedDecision, after: Aftermath | None, now: float) -> Text:
+def _outcome(logged: LoggedDecision, after: DecisionRollout | None, now: float) -> Text:
     situation, decision = logged.situation, logged.decision
     text = Text()
     if decision.dry_run and decision.changes:
@@ -219,7 +219,7 @@ def _outcome(logged: LoggedDecision, after: Aftermath | None, now: float) -> Tex
     return text
 
 
-def _demand(demand: Demand | None, stale_s: float) -> Iterable[Text]:
+def _demand(demand: ModelDemand | None, stale_s: float) -> Iterable[Text]:
     if demand is None:
         yield Text("no gateway has reported yet", style="yellow")
         return
@@ -233,7 +233,7 @@ def _demand(demand: Demand | None, stale_s: float) -> Iterable[Text]:
     yield Text.assemble(queue, idle, _updated(demand.age_s, stale_s))
 
 
-def _latency(demand: Demand, slo: SloConfig) -> Text:
+def _latency(demand: ModelDemand, slo: SloConfig) -> Text:
     text = Text.assemble(
         _quantile("TTFT", demand.ttft, slo.ttft_p95_s), "; ", _quantile("ITL", demand.itl, slo.itl_p95_s)
     )
@@ -244,7 +244,7 @@ def _latency(demand: Demand, slo: SloConfig) -> Text:
     return text
 
 
-def _by_priority(situation: Situation, demand: Demand) -> Iterable[Text]:
+def _by_priority(situation: Situation, demand: ModelDemand) -> Iterable[Text]:
     for priority, shares in demand.by_priority.items():
         slo = situation.slo_by_priority.get(priority)
         if slo is None:
@@ -264,7 +264,7 @@ def _quantile(name: str, measured: LatencyQuantiles | None, slo_s: float | None)
     return Text.assemble(f"{name} p95 ", (latency(measured.p95), style), slo)
 
 
-def _lengths(demand: Demand) -> str:
+def _lengths(demand: ModelDemand) -> str:
     if not demand.input_tokens and not demand.output_tokens:
         return "none in the last 10 min"
     return (

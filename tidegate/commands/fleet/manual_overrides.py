@@ -15,7 +15,7 @@ from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import as_json
 from tidegate.commands.terminal import print_json, warn
 from tidegate.commands.units import clock, duration
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 
 AUTO = "auto"
 _POLL_S = 0.25
@@ -122,4 +122,4 @@ def _report(client: ControllerClient, wanted: ModelStatus, wait: bool, as_json: 
             click.echo(override)
     if not reached:
         warn(f"tidegate: {status.name} did not reach {wanted.mode} x {wanted.target}")
-        sys.exit(Exit.FAILED)
+        sys.exit(ExitCode.FAILED)

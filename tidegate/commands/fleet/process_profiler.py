@@ -18,7 +18,7 @@ from policy.wire.load_stream import PROFILE
 from store.os_process import find
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import controller_client
-from tidegate.commands.options import OutputFile, Real, number_option
+from tidegate.commands.options import FiniteFloat, OutputFile, number_option
 from tidegate.commands.terminal import warn
 from tidegate.supervisor.control_socket import SupervisorClient
 
@@ -43,7 +43,7 @@ _IDLE = "No stack counts found"
 )
 @click.argument("process", type=click.Choice(["gateway", "controller", "replica", "engine"]))
 @click.argument("name", required=False)
-@number_option("--seconds", Real(1, 3600), 10.0, "Duration.")
+@number_option("--seconds", FiniteFloat(1, 3600), 10.0, "Duration.")
 @number_option("--rate", click.IntRange(1, 1000), 100, "Samples per second.")
 @click.option("--native", is_flag=True, help="Show functions of compiled modules too, as the request path.")
 @click.option("--torch", is_flag=True, help="Of an engine: a trace by vLLM's profiler.")

@@ -18,7 +18,7 @@ from policy.config.port_conflicts import is_loopback, may_be_open
 from policy.deployment_file.parse import parse
 from policy.engine.replica_capacity import Capability
 from policy.errors import Unreachable
-from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Model, Replica, ReplicaPhase
+from policy.types import EMPTY_FLEET, EngineKind, FleetSnapshot, Model, Replica, ReplicaLoad, ReplicaPhase
 from policy.wire.controller import LeaderStatus
 from policy.wire.usage_query import LedgerStatus
 from serve.controller.client import ControllerClient
@@ -27,7 +27,7 @@ from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.terminal import console, print_json, table, warn
 from tidegate.commands.units import age, clock, optional, rate
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 from tidegate.redaction import redact
 from tidegate.supervisor.control_socket import ProcessStatus, SupervisorClient, SupervisorStatus
 from tidegate.supervisor.external_server_status import external_models, gateway_fleet, summary
@@ -44,7 +44,7 @@ class StatusData(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     supervisor: SupervisorStatus | None
     models: tuple[ModelStatus, ...] = ()
-    fleet: Fleet = EMPTY_FLEET
+    fleet: FleetSnapshot = EMPTY_FLEET
     fleet_age_s: float = 0.0
     controller: str = ""
     controllers: dict[str, LeaderStatus | None] = {}
@@ -79,7 +79,11 @@ def gather(state: StateDir, at: float) -> StatusData:
             controllers = client.leaders()
     if fleet is None:
         gateway = gateway or gateway_fleet(deployment.gateway, token)
-        fleet = gateway.fleet if gateway is not None else state.load(state.fleet_path, Fleet) or EMPTY_FLEET
+        fleet = (
+            gateway.fleet
+            if gateway is not None
+            else state.load(state.fleet_path, FleetSnapshot) or EMPTY_FLEET
+        )
     servers = gateway.servers(deployment, at) if gateway is not None else ()
     # The controller knows those of models that are scaled, but not why one does not serve.
     scaled = {model.name for model in models}
@@ -139,7 +143,7 @@ def _external(name: str, servers: Sequence[Replica] | None) -> ModelStatus:
     )
 
 
-def _last_known(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]:
+def _last_known(deployment: Deployment, fleet: FleetSnapshot) -> tuple[ModelStatus, ...]:
     """Models as in the fleet last published, without the controller's view of their phase."""
     known = {model.name: model for model in fleet.models}
     rows = []
@@ -186,7 +190,7 @@ def status(state: StateDir, as_json: bool) -> None:
     else:
         console().print(render(view))
     if view.supervisor is None:
-        sys.exit(Exit.NOT_RUNNING)
+        sys.exit(ExitCode.NOT_RUNNING)
 
 
 def render(view: StatusData) -> RenderableType:
@@ -337,7 +341,7 @@ def _adapters(replica: Replica) -> str:
     return "" if replica.pid else ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
-def _load(load: Load) -> str:
+def _load(load: ReplicaLoad) -> str:
     return f"{load.in_flight}/{load.bound}" if load.bound else str(load.in_flight)
 
 

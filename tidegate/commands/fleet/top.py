@@ -23,7 +23,7 @@ from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.fleet.status import gather
 from tidegate.commands.fleet.top_view import TopData, render_top
 from tidegate.commands.terminal import console, warn
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 
 _PERIOD_S = 1.0
 # Decisions that are searched for changes at the start, and changes that are kept.
@@ -35,7 +35,7 @@ _RECENT = 5
 _QUIT = "q"
 
 
-class Watcher:
+class FleetWatcher:
     """Reads the deployment of a state directory again and again; keeps the changes that it saw."""
 
     def __init__(self, state: StateDir) -> None:
@@ -107,11 +107,11 @@ def _arrivals(history: ModelHistory, at: float) -> list[float | None]:
 @click.option("--once", is_flag=True, help="Print the state once, also without a terminal.")
 @click.pass_obj
 def top(state: StateDir, once: bool) -> None:
-    watcher = Watcher(state)
+    watcher = FleetWatcher(state)
     data = watcher.read(time.time())
     if data.status.supervisor is None:
         warn(data.nothing_runs)
-        sys.exit(Exit.NOT_RUNNING)
+        sys.exit(ExitCode.NOT_RUNNING)
     out = console()
     if once or not sys.stdout.isatty():
         out.print(render_top(data, out.width))

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from policy.signals.types import Demand, LatencyQuantiles
+from policy.signals.types import LatencyQuantiles, ModelDemand
 from policy.types import Replica
 from policy.wire.controller_reports import GpuReport
 from serve.controller_api_schema import LoggedDecision, ModelStatus
@@ -122,7 +122,7 @@ def _cell(item: T, column: _Column[T]) -> object:
 def _model_columns(
     latest: Mapping[str, LoggedDecision], arrivals: Mapping[str, Sequence[float | None]]
 ) -> list[_Column[ModelStatus]]:
-    def of_demand(cell: Callable[[LoggedDecision, Demand], object]) -> Callable[[ModelStatus], object]:
+    def of_demand(cell: Callable[[LoggedDecision, ModelDemand], object]) -> Callable[[ModelStatus], object]:
         def text(model: ModelStatus) -> object:
             logged = latest.get(model.name)
             demand = None if logged is None else logged.situation.signals.demand
@@ -166,7 +166,7 @@ def curve(values: Sequence[float | None]) -> str | None:
     return "".join(" " if value is None else _HEIGHTS[round(value / highest * steps)] for value in values)
 
 
-def _queued(demand: Demand) -> Text:
+def _queued(demand: ModelDemand) -> Text:
     return Text(str(demand.queued), style="yellow" if demand.queued else "")
 
 
@@ -179,7 +179,7 @@ def _against(measured: LatencyQuantiles | None, limit: float | None) -> Text | N
     return Text(f"{latency(measured.p95)}/{latency(limit)}", style="red" if measured.p95 > limit else "green")
 
 
-def _goodput(logged: LoggedDecision, demand: Demand) -> Text | None:
+def _goodput(logged: LoggedDecision, demand: ModelDemand) -> Text | None:
     if demand.ttft is None:
         return None
     missed = demand.met.both < logged.situation.slo.attainment

@@ -14,7 +14,13 @@ from rich.table import Table
 from policy.errors import ConfigError, TargetError
 from policy.scaling.policies import registry
 from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
-from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, Traffic, compare_seeds
+from sim.benchmarks.adapters.benchmark import (
+    AdapterTraffic,
+    FleetSize,
+    PlacementComparison,
+    PlacementRunResult,
+    compare_seeds,
+)
 from sim.benchmarks.mode_switching import BY_LOAD, ModeBenchmark, compare, curves
 from sim.benchmarks.policies.benchmark_setup import TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
@@ -22,15 +28,15 @@ from sim.benchmarks.policies.gpu_time_ranking import Ranking, RankingTable, rank
 from sim.benchmarks.policies.run import run_all, trials
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.comparison_table import percent, seconds
-from sim.charts.figure_style import Panel, bars
+from sim.charts.figure_style import ChartPanel, bars
 from sim.results.chart_series import clock
 from sim.simulator.run import simulate
 from sim.workload.workload_spec import arrivals_of
 from tidegate import deployment_file
 from tidegate.commands.options import (
-    Listed,
+    CommaSeparated,
+    FiniteFloat,
     OutputFile,
-    Real,
     as_json,
     file_argument,
     number_between,
@@ -41,7 +47,7 @@ from tidegate.commands.options import (
 )
 from tidegate.commands.simulation.bench_agents import agents
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
-from tidegate.commands.terminal import Bar, console, print_json, table, warn
+from tidegate.commands.terminal import ProgressBar, console, print_json, table, warn
 from tidegate.commands.units import optional, plural
 
 _SUFFIXES = (".csv", ".jsonl", ".gz")
@@ -85,7 +91,7 @@ def _policy_name(text: str) -> str:
     show_envvar=True, help="A trace, or a folder of traces.",
 )  # fmt: skip
 @click.option(
-    "--leads", type=Listed("SECONDS,...", number_between(0, 3600), "seconds above 0 and up to 3600"),
+    "--leads", type=CommaSeparated("SECONDS,...", number_between(0, 3600), "seconds above 0 and up to 3600"),
     default="30,120", show_default=True, help="Start-up times of replicas, in seconds.",
 )  # fmt: skip
 @click.option("--seeds", type=click.IntRange(1, 100), default=5, show_default=True, help="Number of seeds.")
@@ -94,7 +100,8 @@ def _policy_name(text: str) -> str:
     show_default=True, help="First or second half of each trace; defaults were tuned on the first.",
 )  # fmt: skip
 @click.option(
-    "--policies", "names", type=Listed("NAME,...", _policy_name, f"some of {', '.join(registry.NAMES)}"),
+    "--policies", "names", type=CommaSeparated("NAME,...", _policy_name,
+        f"some of {', '.join(registry.NAMES)}"),
     default=",".join(registry.NAMES), help="Policies to compare; default: all.",
 )  # fmt: skip
 @click.option("--quick", is_flag=True, help="One seed, and a third of the settings.")
@@ -127,7 +134,7 @@ def policies(
             settings = trials(
                 setup, size, names, leads_s=leads, seeds=range(count), each=_QUICK if quick else 1
             )
-            with Bar("trials") as bar:
+            with ProgressBar("trials") as bar:
                 advance = partial(bar.advance, len(settings), trace.name)
                 ranking = rank(run_all(settings, processes, advance))
         except ValueError as error:
@@ -232,7 +239,7 @@ def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, 
     if ends_at is None:
         raise ConfigError(str(trace), "no request", "at least one request")
     simulated_s = ends_at * seeds
-    with Bar("simulated", clock) as bar:
+    with ProgressBar("simulated", clock) as bar:
         benchmark = compare(
             automatic,
             lambda each: arrivals_of(trace, each),
@@ -288,9 +295,9 @@ def _gain(benchmark: ModeBenchmark) -> str:
 @number_option("--adapters", click.IntRange(1, 100_000), 1000, "Number of adapters.")
 @number_option("--replicas", click.IntRange(1, 256), 4, "Number of replicas.")
 @number_option("--slots", click.IntRange(1, 4096), 8, "Adapter slots per replica.")
-@number_option("--exponent", Real(0, 10), 1.0, "Zipf exponent N: adapter k has popularity k**-N.")
-@number_option("--rate", Real(0.001, 100_000), 100.0, "Requests per second, in total.")
-@number_option("--together", Real(1, 100), 1.5, "Mean size of a burst for one adapter.")
+@number_option("--exponent", FiniteFloat(0, 10), 1.0, "Zipf exponent N: adapter k has popularity k**-N.")
+@number_option("--rate", FiniteFloat(0.001, 100_000), 100.0, "Requests per second, in total.")
+@number_option("--together", FiniteFloat(1, 100), 1.5, "Mean size of a burst for one adapter.")
 @number_option("--requests", click.IntRange(1, 1_000_000), 12_000, "Number of requests.")
 @seed_option(default=1)
 @number_option("--seeds", click.IntRange(1, 1000), 1, "Number of seeds, from --seed on.")
@@ -310,12 +317,12 @@ def adapters(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    load = Traffic(
+    load = AdapterTraffic(
         adapters=adapters, exponent=exponent, rate=rate, requests=requests, together=together, seed=seed
     )
-    with Bar("requests") as bar:
+    with ProgressBar("requests") as bar:
         comparisons = compare_seeds(
-            load, Fleet(replicas, slots), seeds, lambda name, sent: bar.update(sent, requests, task=name)
+            load, FleetSize(replicas, slots), seeds, lambda name, sent: bar.update(sent, requests, task=name)
         )
     title = f"{adapters} adapters, Zipf exponent {exponent:g}, {replicas} replicas x {slots} slots, "
     title += f"{rate:g} requests/s in bursts of {together:g}" + (f", {seeds} seeds" if seeds > 1 else "")
@@ -330,11 +337,13 @@ def adapters(
             click.echo(f"Chart written to {plot}")
 
 
-def _mean(comparisons: Sequence[Comparison], policy: str, value: Callable[[RunOutcome], float]) -> float:
+def _mean(
+    comparisons: Sequence[PlacementComparison], policy: str, value: Callable[[PlacementRunResult], float]
+) -> float:
     return fmean(value(each.policies[policy]) for each in comparisons)
 
 
-def _adapters_table(title: str, comparisons: Sequence[Comparison], requests: int) -> Table:
+def _adapters_table(title: str, comparisons: Sequence[PlacementComparison], requests: int) -> Table:
     mean = partial(_mean, comparisons)
     return table(
         ROUTINGS,
@@ -348,13 +357,13 @@ def _adapters_table(title: str, comparisons: Sequence[Comparison], requests: int
     )
 
 
-def _adapters_chart(title: str, comparisons: Sequence[Comparison], requests: int) -> str:
-    def means(value: Callable[[RunOutcome], float]) -> list[float]:
+def _adapters_chart(title: str, comparisons: Sequence[PlacementComparison], requests: int) -> str:
+    def means(value: Callable[[PlacementRunResult], float]) -> list[float]:
         return [_mean(comparisons, policy, value) for policy in ROUTINGS]
 
     panels = (
-        Panel("adapter loads per request", means(lambda run: run.loads / requests)),
-        Panel("TTFT p95, ms", means(lambda run: 1e3 * run.ttft_p95_s)),
-        Panel("load, max/mean", means(lambda run: run.load_max_over_mean), BOUND),
+        ChartPanel("adapter loads per request", means(lambda run: run.loads / requests)),
+        ChartPanel("TTFT p95, ms", means(lambda run: 1e3 * run.ttft_p95_s)),
+        ChartPanel("load, max/mean", means(lambda run: run.load_max_over_mean), BOUND),
     )
     return bars(title, [name.replace("_", " ") for name in ROUTINGS], panels)

@@ -13,24 +13,24 @@ from sim.benchmarks.agents.benchmark import (
     CACHES,
     LOADS,
     ROUTERS,
-    Cell,
-    RunOutcome,
-    Setup,
-    Trial,
+    AgentBenchmarkSetup,
+    AgentRunResult,
+    AgentTrial,
+    LoadAndCacheSize,
     mean_outcome,
     run_trials,
 )
-from sim.charts.figure_style import Panel, bars
+from sim.charts.figure_style import ChartPanel, bars
 from tidegate.commands.options import (
-    Listed,
-    Real,
+    CommaSeparated,
+    FiniteFloat,
     as_json,
     number_between,
     number_option,
     plot_option,
     seed_option,
 )
-from tidegate.commands.terminal import Bar, console, print_json, table
+from tidegate.commands.terminal import ProgressBar, console, print_json, table
 from tidegate.commands.units import plural
 
 
@@ -39,7 +39,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
     load: float
     cache: float
-    routers: dict[str, RunOutcome]
+    routers: dict[str, AgentRunResult]
 
 
 def _router_name(text: str) -> str:
@@ -53,21 +53,23 @@ def _router_name(text: str) -> str:
     "those of other gateways. Shown are TTFT and the prompt tokens that were computed more than once."
 )
 @click.option(
-    "--loads", type=Listed("FACTOR,...", number_between(0, 2), "numbers above 0 and up to 2"),
+    "--loads", type=CommaSeparated("FACTOR,...", number_between(0, 2), "numbers above 0 and up to 2"),
     default=",".join(map(str, LOADS)), show_default=True,
     help="Loads in units of the capacity, that of full batches that compute no token twice.",
 )  # fmt: skip
 @click.option(
-    "--caches", type=Listed("FACTOR,...", number_between(0, 10), "numbers above 0 and up to 10"),
+    "--caches", type=CommaSeparated("FACTOR,...", number_between(0, 10), "numbers above 0 and up to 10"),
     default=",".join(map(str, CACHES)), show_default=True,
     help="Sizes of all KV caches together, in units of the tokens of the sessions open at that load.",
 )  # fmt: skip
 @click.option(
-    "--routers", type=Listed("NAME,...", _router_name, f"some of {', '.join(ROUTERS)}"),
+    "--routers", type=CommaSeparated("NAME,...", _router_name, f"some of {', '.join(ROUTERS)}"),
     default=",".join(ROUTERS), help="Routers to compare; default: all.",
 )  # fmt: skip
-@number_option("--replicas", click.IntRange(1, 256), Setup().replicas, "Number of replicas.")
-@number_option("--duration", Real(1, 1e6), Setup().duration_s, "Seconds in which sessions arrive.")
+@number_option("--replicas", click.IntRange(1, 256), AgentBenchmarkSetup().replicas, "Number of replicas.")
+@number_option(
+    "--duration", FiniteFloat(1, 1e6), AgentBenchmarkSetup().duration_s, "Seconds in which sessions arrive."
+)
 @seed_option()
 @number_option("--seeds", click.IntRange(1, 1000), 1, "Number of seeds, from --seed on.")
 @click.option("--processes", type=click.IntRange(1, 256), help="Parallel processes; default: one per core.")
@@ -86,12 +88,15 @@ def agents(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    setup = Setup(replicas=replicas, duration_s=duration)
-    cells = [Cell(load, cache) for cache, load in product(caches, loads)]
+    setup = AgentBenchmarkSetup(replicas=replicas, duration_s=duration)
+    cells = [LoadAndCacheSize(load, cache) for cache, load in product(caches, loads)]
     trials = [
-        Trial(setup, cell, seed + i, router) for cell in cells for router in routers for i in range(seeds)
+        AgentTrial(setup, cell, seed + i, router)
+        for cell in cells
+        for router in routers
+        for i in range(seeds)
     ]
-    with Bar("runs") as bar:
+    with ProgressBar("runs") as bar:
         outcomes = run_trials(trials, processes, lambda trial: bar.advance(len(trials), "agents"))
     found = dict(zip(trials, outcomes, strict=True))
     results = [
@@ -99,7 +104,7 @@ def agents(
             load=cell.load,
             cache=cell.cache,
             routers={
-                name: mean_outcome([found[Trial(setup, cell, seed + i, name)] for i in range(seeds)])
+                name: mean_outcome([found[AgentTrial(setup, cell, seed + i, name)] for i in range(seeds)])
                 for name in routers
             },
         )
@@ -118,7 +123,7 @@ def agents(
 
 
 def _print(result: CellResult) -> None:
-    routers: Mapping[str, RunOutcome] = result.routers
+    routers: Mapping[str, AgentRunResult] = result.routers
     console().print(
         table(
             routers.items(),
@@ -141,7 +146,7 @@ def _chart(title: str, results: list[CellResult]) -> str:
     labels = [f"{result.load:g} / {result.cache:g} {name.replace('_', ' ')}" for result, name in rows]
     ours = [label for label, (_, name) in zip(labels, rows, strict=True) if name == "tidegate"]
     panels = (
-        Panel("TTFT p95, s", [result.routers[name].ttft_p95_s for result, name in rows]),
-        Panel("computed twice", [result.routers[name].computed_twice for result, name in rows]),
+        ChartPanel("TTFT p95, s", [result.routers[name].ttft_p95_s for result, name in rows]),
+        ChartPanel("computed twice", [result.routers[name].computed_twice for result, name in rows]),
     )
     return bars(f"{title} (load / cache)", labels, panels, ours)

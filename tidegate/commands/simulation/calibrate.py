@@ -11,9 +11,9 @@ import click
 from rich.table import Table
 
 from policy.config.deployment import Deployment
-from policy.engine.performance_model_file import ModelFile, encode, model_file
+from policy.engine.performance_model_file import PerformanceModelFile, encode, model_file
 from serve.controller.client import ControllerClient
-from sim.calibration.quantiles import Compared, curves
+from sim.calibration.quantiles import LatencyComparison, curves
 from store.state_dir import StateDir, write_atomic
 from tidegate import deployment_file
 from tidegate.calibrate.calibration import CalibrationRun, served_shape
@@ -21,8 +21,8 @@ from tidegate.calibrate.simulator_check import calibrated_model, check, recorded
 from tidegate.commands.deployment_context import controller_client, stored_deployment
 from tidegate.commands.options import (
     FILE,
+    FiniteFloat,
     OutputFile,
-    Real,
     Url,
     as_json,
     key_option,
@@ -30,8 +30,8 @@ from tidegate.commands.options import (
     seed_option,
 )
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
-from tidegate.commands.terminal import Bar, console, print_json, table, table_of_rows, warn
-from tidegate.exit_codes import Exit
+from tidegate.commands.terminal import ProgressBar, console, print_json, table, table_of_rows, warn
+from tidegate.exit_codes import ExitCode
 from tidegate.supervisor.readiness import client_url
 
 
@@ -44,7 +44,9 @@ from tidegate.supervisor.readiness import client_url
 @click.argument("model")
 @click.option("--url", type=Url(), help="Gateway URL; default: that of the running deployment.")
 @key_option
-@click.option("--minutes", type=Real(0.1, 60), default=3.0, show_default=True, help="Duration of the load.")
+@click.option(
+    "--minutes", type=FiniteFloat(0.1, 60), default=3.0, show_default=True, help="Duration of the load."
+)
 @click.option("--shape", help="Shape that must be serving; a calibration is for one shape.")
 @click.option("--out", type=OutputFile(), help="File to write; default: MODEL-SHAPE.json.")
 @seed_option()
@@ -90,7 +92,7 @@ def calibrate(
         client = ControllerClient(deployment.cluster.controller, state.secret())
     subject = served_shape(client, deployment, model, shape)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with Bar("load points") as bar:
+    with ProgressBar("load points") as bar:
 
         def progress(done: int, total: int, point: str) -> None:
             step = f"{done + 1} of {total}: {point}" if point else ""
@@ -115,10 +117,10 @@ def calibrate(
         click.echo(f"Written to {path}. Name it as `profile` of the model in the deployment file.")
     if fitted.note:
         warn(f"tidegate: {fitted.note}")
-        sys.exit(Exit.INACCURATE)
+        sys.exit(ExitCode.INACCURATE)
 
 
-def _points(file: ModelFile) -> Table:
+def _points(file: PerformanceModelFile) -> Table:
     return table(
         sorted(file.points, key=lambda point: (point.input_tokens, point.concurrency)),
         (">clients", lambda point: point.concurrency),
@@ -139,7 +141,7 @@ def _ms(measure: object, part: str) -> str:
     return "" if measure is None else f"{1e3 * getattr(measure, part):.1f} ms"
 
 
-def _describe(file: ModelFile) -> str:
+def _describe(file: PerformanceModelFile) -> str:
     model, error = file.engine_model, file.error
     return (
         f"Coefficients: o {1e3 * model.o:.4g} ms, w {1e3 * model.w:.4g} ms, c {1e6 * model.c:.4g} us/token, "
@@ -159,7 +161,7 @@ def _check(
     simulated = simulated_policy(calibrated_model(deployment, model, raw))
     (entry,) = policy_entries(simulated, (), warn)
     ends_at = rows[-1].at - rows[0].at
-    with Bar("s simulated") as bar:
+    with ProgressBar("s simulated") as bar:
         result = check(
             simulated, entry.policies, rows, file.path_s, lambda at: bar.update(at, ends_at, task="simulator")
         )
@@ -174,7 +176,7 @@ def _check(
         click.echo(f"Chart written to {plot}")
 
 
-def _quantiles(compared: Compared) -> Table:
+def _quantiles(compared: LatencyComparison) -> Table:
     return table_of_rows(
         ("metric", "quantile", ">live", ">simulated", ">error"),
         (

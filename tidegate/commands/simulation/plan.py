@@ -8,16 +8,16 @@ from pathlib import Path
 
 import click
 
-from policy.config.deployment import Deployment, ModelSpec, Price
-from policy.engine.performance_model import Workload
+from policy.config.deployment import Deployment, ModelSpec, ProviderPrice
+from policy.engine.performance_model import EngineLoad
 from policy.errors import ConfigError
 from sim.arrivals import Arrival
 from sim.planning.candidates import candidates
 from sim.planning.demand import demand_of, describe
-from sim.planning.fleet_size_search import Trials
+from sim.planning.fleet_size_search import FleetRuns
 from sim.planning.plan import expected_runs
 from sim.planning.plan import plan as make_plan
-from sim.planning.result import PlanRequest
+from sim.planning.result import CapacityPlanRequest
 from sim.results.chart_series import clock
 from sim.workload.per_model_load import ModelNames
 from sim.workload.traces.detect_format import notes, opened
@@ -26,8 +26,8 @@ from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
 from tidegate import deployment_file
 from tidegate.commands.options import (
-    Listed,
-    Real,
+    CommaSeparated,
+    FiniteFloat,
     as_json,
     file_argument,
     number_between,
@@ -38,13 +38,13 @@ from tidegate.commands.options import (
     trace_option,
 )
 from tidegate.commands.simulation.plan_tables import assumptions, describe_load, tables
-from tidegate.commands.terminal import Bar, console, print_json, warn
+from tidegate.commands.terminal import ProgressBar, console, print_json, warn
 from tidegate.commands.units import age
 
-_PRICES = Listed("IN,OUT", number_between(0, 1e9), "a price above 0")
+_PRICES = CommaSeparated("IN,OUT", number_between(0, 1e9), "a price above 0")
 
 
-class _Percent(Real):
+class _Percent(FiniteFloat):
     """A number with or without a percent sign."""
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
@@ -65,23 +65,25 @@ def _degree(text: str) -> int:
 @trace_option(required=False)
 @rate_option
 @slice_options("after")
-@number_option("--rps", Real(1e-3, 1e5), None, "Requests per second, without a trace.")
-@number_option("--input inputs", Real(1, 1e6), 1000.0, "Mean input tokens.")
-@number_option("--output outputs", Real(1, 1e6), 200.0, "Mean output tokens.")
+@number_option("--rps", FiniteFloat(1e-3, 1e5), None, "Requests per second, without a trace.")
+@number_option("--input inputs", FiniteFloat(1, 1e6), 1000.0, "Mean input tokens.")
+@number_option("--output outputs", FiniteFloat(1, 1e6), 200.0, "Mean output tokens.")
 @number_option(
     "--cv",
-    Real(0, 20),
+    FiniteFloat(0, 20),
     1.0,
     "Variation coefficient of the time between requests: 1 is Poisson, above is bursty.",
 )
-@number_option("--minutes", Real(1, 1440), 10.0, "Simulated time of a described load.")
+@number_option("--minutes", FiniteFloat(1, 1440), 10.0, "Simulated time of a described load.")
 @click.option("--model", help="Model of the deployment file; default: the first.")
 @click.option("--kinds", metavar="A,B", help="GPU types to consider, e.g. h100,l4.")
 @click.option(
-    "--shapes", type=Listed("1,2", _degree, "numbers of GPUs up to 64"), help="GPUs per replica to consider."
+    "--shapes",
+    type=CommaSeparated("1,2", _degree, "numbers of GPUs up to 64"),
+    help="GPUs per replica to consider.",
 )
 @click.option(
-    "--growth", type=Listed("A,B,C", number_between(1, 1e9), "factors above 1"), default="1.5,2,4",
+    "--growth", type=CommaSeparated("A,B,C", number_between(1, 1e9), "factors above 1"), default="1.5,2,4",
     show_default=True, help="Multiples of the load to plan for as well.",
 )  # fmt: skip
 @click.option(
@@ -91,7 +93,7 @@ def _degree(text: str) -> int:
               "default: that of the deployment file.")  # fmt: skip
 @number_option("--growth-per-month", _Percent(0.1, 1000), None, "Growth in percent, for a purchase schedule.")
 @number_option("--module", click.IntRange(1, 4096), 8, "GPUs per purchase unit.")
-@number_option("--lead-weeks", Real(0, 520), 8.0, "Weeks from an order to operation.")
+@number_option("--lead-weeks", FiniteFloat(0, 520), 8.0, "Weeks from an order to operation.")
 @number_option("--most", click.IntRange(1, 4096), 1024, "Maximum replica count.")
 @seed_option()
 @as_json
@@ -137,7 +139,7 @@ def plan(
     def arrivals(factor: float) -> Iterator[Arrival]:
         if trace is None:
             assert rps is not None
-            load = Workload(lam=rps * factor, input_tokens=inputs, output_tokens=outputs)
+            load = EngineLoad(lam=rps * factor, input_tokens=inputs, output_tokens=outputs)
             return describe(load, cv, minutes * 60.0, seed)
         part = slice_trace(arrivals_of(trace, seed, rate), from_s, to_s)
         return scale_rate((each for each in part if model_names.of(each) == spec.name), rate=factor)
@@ -148,7 +150,7 @@ def plan(
         warn(note)
     if others := model_names.description():
         warn(others)
-    request = PlanRequest(
+    request = CapacityPlanRequest(
         growth=sorted(set(growth)),
         prices=_prices(prices, deployment, [each.kind for each in options]),
         gpu_peak_w=deployment.budget.gpu_watts,
@@ -165,7 +167,7 @@ def plan(
     for line in assumptions(spec, options, request):
         warn(line)
     tries, began = 0, time.monotonic()
-    with Bar("simulated", clock) as bar:
+    with ProgressBar("simulated", clock) as bar:
 
         def progress(candidate: str, at: float, ends_at: float) -> None:
             nonlocal tries
@@ -175,7 +177,7 @@ def plan(
                 bar.note(f"Estimate: {age(runs * each_s)} for about {runs} simulations of {age(each_s)}.")
             bar.update(at, ends_at, task="plan", step=str(tries), text=f"try {tries}: {candidate}")
 
-        trials = Trials(deployment, spec, arrivals, demand, seed=seed, progress=progress)
+        trials = FleetRuns(deployment, spec, arrivals, demand, seed=seed, progress=progress)
         plan = make_plan(trials, options, request, load=load, seed=seed)
     if as_json:
         print_json(plan)
@@ -200,11 +202,13 @@ def _prices(given: tuple[str, ...], deployment: Deployment, types: list[str]) ->
                 f"{text!r} names no GPU type that is considered: {', '.join(dict.fromkeys(types))}",
                 param_hint="--price",
             )
-        costs[gpu_type] = float(Real(0, 1e6).convert(price, None, None))
+        costs[gpu_type] = float(FiniteFloat(0, 1e6).convert(price, None, None))
     return costs
 
 
-def _upstream(given: tuple[float, ...] | None, deployment: Deployment, spec: ModelSpec) -> Price | None:
+def _upstream(
+    given: tuple[float, ...] | None, deployment: Deployment, spec: ModelSpec
+) -> ProviderPrice | None:
     if given is not None:
-        return Price(input=given[0], output=given[1])
+        return ProviderPrice(input=given[0], output=given[1])
     return next((each.price for each in deployment.upstreams if spec.name in each.models), None)

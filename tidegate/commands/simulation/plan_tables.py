@@ -9,19 +9,19 @@ from rich.text import Text
 
 from policy.config.control import SloConfig
 from policy.config.deployment import ModelSpec
-from sim.planning.candidates import Candidate
-from sim.planning.demand import Demand
+from sim.planning.candidates import ShapeCandidate
+from sim.planning.demand import WorkloadDemand
 from sim.planning.plan import SPARE
-from sim.planning.result import Addition, Option, Plan, PlanRequest
+from sim.planning.result import CapacityAddition, CapacityPlan, CapacityPlanRequest, PlanOption
 from tidegate.commands.terminal import table, table_of_rows
 from tidegate.commands.units import latency, optional, plural
 
 _COST = "{:.2f}".format
 
 
-def assumptions(spec: ModelSpec, found: Sequence[Candidate], ask: PlanRequest) -> Iterator[str]:
+def assumptions(spec: ModelSpec, found: Sequence[ShapeCandidate], ask: CapacityPlanRequest) -> Iterator[str]:
     """What a plan rests on, to be read before it is made."""
-    kinds: dict[str, list[Candidate]] = {}
+    kinds: dict[str, list[ShapeCandidate]] = {}
     for candidate in found:
         kinds.setdefault(candidate.kind, []).append(candidate)
     for kind, candidates in kinds.items():
@@ -35,7 +35,7 @@ def assumptions(spec: ModelSpec, found: Sequence[Candidate], ask: PlanRequest) -
     yield f"Load x {factors}; {SPARE} spare; a failed replica is back after {start_s:g} s (assumed_start_s)"
 
 
-def tables(plan: Plan) -> Iterator[Table | Text]:
+def tables(plan: CapacityPlan) -> Iterator[Table | Text]:
     """The parts of ``plan`` in reading order, after its load and assumptions."""
     yield _options(plan)
     best = plan.options[0]
@@ -51,7 +51,7 @@ def tables(plan: Plan) -> Iterator[Table | Text]:
     yield table_of_rows(("number", "basis"), plan.basis.items(), title="Basis of the numbers")
 
 
-def describe_load(model: str, load: str, seed: int, demand: Demand, slo: SloConfig) -> str:
+def describe_load(model: str, load: str, seed: int, demand: WorkloadDemand, slo: SloConfig) -> str:
     """The load in numbers, and the SLO."""
     limits = [
         f"{name} p95 {latency(seconds)}"
@@ -66,7 +66,7 @@ def describe_load(model: str, load: str, seed: int, demand: Demand, slo: SloConf
     )
 
 
-def _options(plan: Plan) -> Table:
+def _options(plan: CapacityPlan) -> Table:
     return table(
         plan.options,
         ("GPU type", lambda option: option.kind),
@@ -84,7 +84,7 @@ def _options(plan: Plan) -> Table:
     )
 
 
-def _best(plan: Plan, best: Option) -> Table:
+def _best(plan: CapacityPlan, best: PlanOption) -> Table:
     failure, power, network = plan.failure, plan.power, plan.network
     assert failure is not None and power is not None and network is not None
     needs = [
@@ -124,7 +124,7 @@ def _best(plan: Plan, best: Option) -> Table:
     )
 
 
-def _growth(plan: Plan) -> Table:
+def _growth(plan: CapacityPlan) -> Table:
     return table(
         plan.growth,
         ("load", lambda growth: f"x {growth.factor:g}"),
@@ -138,7 +138,7 @@ def _growth(plan: Plan) -> Table:
     )
 
 
-def _schedule(plan: Plan) -> Table:
+def _schedule(plan: CapacityPlan) -> Table:
     return table(
         plan.schedule,
         ("order", _order),
@@ -151,14 +151,14 @@ def _schedule(plan: Plan) -> Table:
     )
 
 
-def _order(purchase: Addition) -> str:
+def _order(purchase: CapacityAddition) -> str:
     order = "now" if purchase.order_month <= 0 else f"month {purchase.order_month:.1f}"
     if purchase.order_month < 0 < purchase.month:
         order += f", {-purchase.order_month:.1f} months late"
     return order
 
 
-def _overflow(plan: Plan) -> Table:
+def _overflow(plan: CapacityPlan) -> Table:
     return table(
         plan.overflow,
         ("replicas", lambda each: each.replicas),
@@ -176,7 +176,7 @@ def _overflow(plan: Plan) -> Table:
     )
 
 
-def _basis_word(plan: Plan, part: str) -> str:
+def _basis_word(plan: CapacityPlan, part: str) -> str:
     """``measured``, ``fitted`` or ``assumed``: the first word of the part's basis."""
     return plan.basis[part].partition(":")[0]
 

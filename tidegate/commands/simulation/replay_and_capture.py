@@ -30,12 +30,12 @@ from tidegate.commands.options import (
     seed_option,
     slice_options,
 )
-from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, warn
+from tidegate.commands.terminal import ProgressBar, console, print_json, table_of_rows, warn
 from tidegate.commands.units import duration, plural
-from tidegate.exit_codes import Exit
+from tidegate.exit_codes import ExitCode
 from tidegate.replay.capture_to_trace import CaptureFile, in_order
 from tidegate.replay.endpoint_api import RequestFormat
-from tidegate.replay.http_client import Pool
+from tidegate.replay.http_client import ReplayConnectionPool
 from tidegate.replay.replay_and_capture import ReplayResult
 from tidegate.replay.replay_and_capture import capture as capture_traffic
 from tidegate.replay.replay_and_capture import replay as send_trace
@@ -119,11 +119,11 @@ def replay(
         warn(note)
     if not requests:
         raise click.ClickException(f"{trace}: no requests in the selected part")
-    with Bar("requests") as bar:
+    with ProgressBar("requests") as bar:
         result = uvloop.run(
             send_trace(
                 arrivals(),
-                Pool(url, key),
+                ReplayConnectionPool(url, key),
                 RequestFormat(model, chat=chat, exact=exact),
                 seed=seed,
                 in_flight=max_in_flight,
@@ -133,9 +133,9 @@ def replay(
         )
     _report(trace, url, seed, requests, result, as_json=as_json)
     if result.interrupted:
-        sys.exit(Exit.INTERRUPTED)
+        sys.exit(ExitCode.INTERRUPTED)
     if not result.outcome.served:
-        sys.exit(Exit.FAILED)
+        sys.exit(ExitCode.FAILED)
 
 
 def _capture(file: Path, url: str, token: str, for_s: float | None, as_json: bool) -> None:
@@ -167,7 +167,7 @@ def _capture(file: Path, url: str, token: str, for_s: float | None, as_json: boo
         warn(f"tidegate: {spool.lost} more requests were lost: this machine was too slow")
     if not complete:
         warn("tidegate: the gateway ended the capture")
-        sys.exit(Exit.FAILED)
+        sys.exit(ExitCode.FAILED)
 
 
 def _report(trace: Path, url: str, seed: int, requests: int, result: ReplayResult, *, as_json: bool) -> None:

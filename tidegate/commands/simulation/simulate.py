@@ -13,15 +13,15 @@ from policy.engine.builtin_profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
 from sim.arrivals import Arrival
 from sim.charts.comparison_chart import comparison_chart
-from sim.charts.comparison_table import describe_bounds, figures
+from sim.charts.comparison_table import comparison_rows, describe_bounds
 from sim.charts.page import page
-from sim.oracle.offline_optimum import Bounds, bounds_of
+from sim.oracle.offline_optimum import GpuHourBounds, bounds_of
 from sim.results.chart_series import clock
 from sim.results.run_summary import PolicyComparison, compare
 from sim.simulator.fault_scenario import NO_FAULTS, scenario_of
 from sim.simulator.run import simulate as run
-from sim.simulator.run_record import Record
-from sim.workload.per_model_load import ModelNames, survey
+from sim.simulator.run_record import RunRecord
+from sim.workload.per_model_load import ModelNames, trace_load
 from sim.workload.traces.detect_format import notes, opened
 from sim.workload.transforms import slice_trace
 from sim.workload.workload_spec import arrivals_of
@@ -39,7 +39,7 @@ from tidegate.commands.options import (
     trace_option,
 )
 from tidegate.commands.simulation.policy_options import choices, policy_entries, simulated_policy
-from tidegate.commands.terminal import Bar, console, print_json, table_of_rows, warn
+from tidegate.commands.terminal import ProgressBar, console, print_json, table_of_rows, warn
 
 
 @click.command(
@@ -109,7 +109,7 @@ def simulate(
         for spec in deployment.models
     }
     with opened() as traces:
-        surveyed = survey(arrivals(), model_names, max_tokens)
+        surveyed = trace_load(arrivals(), model_names, max_tokens)
     for note in notes(traces):
         warn(note)
     if not surveyed.loads:
@@ -126,13 +126,13 @@ def simulate(
             warn(f"{spec.name}: {share} ({max_tokens[spec.name]} tokens with their answers) and fail")
     ends_at = surveyed.ends_at
     decisions = _DecisionFile(log)
-    with Bar("simulated", clock) as bar:
-        bounds = Bounds(why="not computed")
+    with ProgressBar("simulated", clock) as bar:
+        bounds = GpuHourBounds(why="not computed")
         if not no_oracle:
             try:
                 bounds = bounds_of(deployment, arrivals, surveyed, world, seed=seed, progress=bar.note)
             except TargetError as error:
-                bounds = Bounds(why=str(error))
+                bounds = GpuHourBounds(why=str(error))
         comparison = compare(
             compared,
             arrivals,
@@ -172,7 +172,7 @@ class _DecisionFile:
         if path is not None:
             path.write_bytes(b"")
 
-    def __call__(self, name: str, record: Record) -> None:
+    def __call__(self, name: str, record: RunRecord) -> None:
         if self._path is None or self.error is not None:
             return
         rows = [{"policy": name, "at": at, "decision": decision} for at, decision in record.decisions]
@@ -186,5 +186,7 @@ class _DecisionFile:
 def _print(comparison: PolicyComparison) -> None:
     click.echo(f"{comparison.trace}, seed {comparison.seed}; {describe_bounds(comparison.bounds)}")
     runs = comparison.runs
-    rows = ([row.heading, *(row.shown(run.summary) for run in runs)] for row in figures(comparison.bounds))
+    rows = (
+        [row.heading, *(row.shown(run.summary) for run in runs)] for row in comparison_rows(comparison.bounds)
+    )
     console().print(table_of_rows(["metric", *(f">{run.name}" for run in runs)], rows))

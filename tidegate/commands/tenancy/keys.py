@@ -13,9 +13,9 @@ from policy.wire.accounting_api import (
     ADMIN_KEYS,
     KEYS,
     AdminKeyView,
-    Created,
+    AdminRole,
+    CreatedKey,
     KeyView,
-    Role,
     item_path,
 )
 from policy.wire.controller import with_query
@@ -50,7 +50,7 @@ def create(  # noqa: PLR0917 - click passes them by name
     state: StateDir, tenant: str, alias: str, expires: str | None, access: dict[str, Any], as_json: bool
 ) -> None:
     body = {"tenant": tenant, "alias": alias, **when(expires), **access}
-    _show_new(AccountingClient(state).ask("POST", KEYS, body, answer=Created[KeyView]), as_json)
+    _show_new(AccountingClient(state).ask("POST", KEYS, body, answer=CreatedKey[KeyView]), as_json)
 
 
 @keys.command(help="Print a new key for tenant NAME once, with the lines that declare it; nothing is stored.")
@@ -101,7 +101,7 @@ def show(state: StateDir, key_id: str, as_json: bool) -> None:
 def rotate(state: StateDir, key_id: str, grace: str | None, as_json: bool) -> None:
     body = {"grace_s": duration(grace) if grace else 0.0}
     path = item_path(KEYS, key_id, "rotate")
-    _show_new(AccountingClient(state).ask("POST", path, body, answer=Created[KeyView]), as_json)
+    _show_new(AccountingClient(state).ask("POST", path, body, answer=CreatedKey[KeyView]), as_json)
 
 
 @keys.command(help="Revoke a key: within a second it is refused on all hosts.")
@@ -120,7 +120,7 @@ def admin_keys() -> None:
 @click.option(
     "--role",
     required=True,
-    type=click.Choice([role.value for role in Role]),
+    type=click.Choice([role.value for role in AdminRole]),
     help="viewer: read; operator: also scale, mode, adapters; admin: also tenants and keys.",
 )
 @expires_option
@@ -128,7 +128,7 @@ def admin_keys() -> None:
 @click.pass_obj
 def create_admin(state: StateDir, name: str, role: str, expires: str | None, as_json: bool) -> None:
     body = {"name": name, "role": role, **when(expires)}
-    made = AccountingClient(state).ask("POST", ADMIN_KEYS, body, answer=Created[AdminKeyView])
+    made = AccountingClient(state).ask("POST", ADMIN_KEYS, body, answer=CreatedKey[AdminKeyView])
     if as_json:
         print_json(made)
     else:
@@ -166,7 +166,7 @@ def revoke_admin(state: StateDir, name: str, as_json: bool) -> None:
         click.echo(f"The admin key {view.name} is revoked.")
 
 
-def _show_new(made: Created[KeyView], as_json: bool) -> None:
+def _show_new(made: CreatedKey[KeyView], as_json: bool) -> None:
     if as_json:
         print_json(made)
         return

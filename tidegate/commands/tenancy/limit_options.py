@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from policy.config.tenancy import Access, Feature, Limit
+from policy.config.tenancy import AccessPolicy, Feature, LimitName
 from tidegate.commands.options import Decorator
 from tidegate.commands.units import clock
 
@@ -28,11 +28,11 @@ _LISTS = {
 
 
 def access_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options for every field of :class:`policy.config.tenancy.Access`; the command gets ``access``."""
+    """Options for every field of :class:`policy.config.tenancy.AccessPolicy`; the command gets ``access``."""
 
     @functools.wraps(command)
     def with_access(*args: Any, **given: Any) -> None:
-        access = {name: given.pop(name) for name in Access.__struct_fields__}
+        access = {name: given.pop(name) for name in AccessPolicy.__struct_fields__}
         set_ = {name: value for name, value in access.items() if value not in (None, ())}
         command(*args, access=set_, **given)
 
@@ -50,7 +50,7 @@ def _options() -> list[Decorator]:
         click.option("--max-budget", type=click.FloatRange(0), help=money),
         click.option("--budget-duration", metavar="PERIOD", help="Such as 12h, 7d or 1mo."),
         click.option(
-            "--dry-run", multiple=True, type=click.Choice([limit.value for limit in Limit]),
+            "--dry-run", multiple=True, type=click.Choice([limit.value for limit in LimitName]),
             help="Limit to count and show without enforcing it, repeatable.",
         ),
         *(click.option(_flag(name)[:-1], name, multiple=True, help=text) for name, text in _LISTS.items()),
@@ -62,10 +62,10 @@ def _options() -> list[Decorator]:
     ]  # fmt: skip
 
 
-def limits_of(access: Access) -> str:
+def limits_of(access: AccessPolicy) -> str:
     """The limits and permissions that are set, in one line."""
     parts = []
-    for name in Access.__struct_fields__:
+    for name in AccessPolicy.__struct_fields__:
         value = getattr(access, name)
         if value is None or value in ((), {}) or name == "metadata":
             continue

@@ -14,7 +14,7 @@ from policy.wire.accounting_api import USAGE
 from policy.wire.controller import with_query
 from policy.wire.usage_query import UsageBy, UsageRow
 from store.state_dir import StateDir
-from tidegate.commands.options import Listed, as_json
+from tidegate.commands.options import CommaSeparated, as_json
 from tidegate.commands.terminal import console, print_json, table_of_rows
 
 _SUMS = (
@@ -27,7 +27,7 @@ _DAY = click.DateTime(["%Y-%m-%d"])
 @click.command(help="Show the requests, tokens and cost of tenants, from the ledger.")
 @click.option(
     "--by",
-    type=Listed("list", UsageBy, f"some of {', '.join(UsageBy)}"),
+    type=CommaSeparated("list", UsageBy, f"some of {', '.join(UsageBy)}"),
     default=(UsageBy.TENANT,),
     show_default="tenant",
     help="What to sum by, separated by commas: day, tenant, key, model, adapter.",

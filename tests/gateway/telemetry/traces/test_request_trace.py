@@ -12,11 +12,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.usage import Usage
-from gateway.telemetry.metrics import Metrics
+from gateway.protocol.usage import TokenUsage
+from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.traces.request_trace import (
-    Attempt,
     RequestTrace,
+    TracedAttempt,
     TraceParent,
     Tracer,
     read_traceparent,
@@ -27,7 +27,7 @@ from policy.config.tracing import Tracing
 from policy.engine.prefill_estimate import GENERIC
 from policy.routing.cost import Candidate, CandidateCost
 from policy.routing.replica_state import ReplicaState
-from policy.routing.router import HOME, Decision
+from policy.routing.router import HOME, PickResult
 from tests.gateway.telemetry.test_scrape import served
 from tests.gateway.worker import Stack, until
 from tests.otlp_receiver import OtlpReceiver, receiving
@@ -59,8 +59,8 @@ def test_a_traceparent_is_read_as_the_standard_says(value: bytes | None, sampled
 def call(trace: RequestTrace | None, outcome: str = "ok", status: int = 200, **more: Any) -> Any:
     """A streamed chat that arrived at 10 s, with its first token at 11 s."""
     given = {
-        "route": ROUTES["/v1/chat/completions"], "usage": Usage(30, 10, 5), "streaming": True, "headers": {},
-        "trace": trace, "outcome": outcome, "status": status,
+        "route": ROUTES["/v1/chat/completions"], "usage": TokenUsage(30, 10, 5), "streaming": True,
+        "headers": {}, "trace": trace, "outcome": outcome, "status": status,
     }  # fmt: skip
     return served(10.0, ttft_s=1.0, **given | more)
 
@@ -117,7 +117,7 @@ def test_the_ratio_holds_and_is_bounded_per_second() -> None:
 
 
 def test_an_exemplar_names_a_trace_that_is_exported() -> None:
-    metrics, tracer = Metrics(), tracing(NEVER)
+    metrics, tracer = WorkerMetrics(), tracing(NEVER)
     for ended, header in ((12.0, CLIENT), (12.1, CLIENT.replace(b"-01", b"-00"))):
         headers = {b"traceparent": header}
         one = call(tracer.begin(headers), headers=headers)
@@ -142,8 +142,8 @@ def spans(header: bytes | None = CLIENT) -> Sequence[ReadableSpan]:
         (10.1, here, AttemptOutcome.REFUSED),
         (10.2, there, AttemptOutcome.SERVED),
     ):
-        decision = Decision(quote, rows, HOME)
-        attempt = Attempt(at, at + 0.01, quote.candidate.id.encode(), None, quote, decision)
+        decision = PickResult(quote, rows, HOME)
+        attempt = TracedAttempt(at, at + 0.01, quote.candidate.id.encode(), None, quote, decision)
         trace.begin(attempt)
         served = outcome is AttemptOutcome.SERVED
         attempt.end(call(trace, sent_at=at + 0.02, first_byte_at=11.0 if served else None), outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy.scaling.policies.panic_window import PanicWindow
-from policy.signals.types import Demand, Rates
+from policy.signals.types import ModelDemand, Rates
 from tests.policy.control_play import rates
 from tests.policy.scaling.views import START, counts, demand, proposals, view
 
@@ -13,10 +13,10 @@ def knative(**parameters: float) -> PanicWindow:
     return PanicWindow(**({"concurrency": 10.0, "utilisation": 1.0} | parameters))
 
 
-def in_flight(short: float, stable: float) -> Demand:
+def in_flight(short: float, stable: float) -> ModelDemand:
     seen = demand(1.0)
     concurrency = Rates(last_6_s=short, last_20_s=stable, last_60_s=stable, last_600_s=stable)
-    return Demand(age_s=0.5, arrivals=seen.arrivals, refused=rates(0.0), concurrency=concurrency)
+    return ModelDemand(age_s=0.5, arrivals=seen.arrivals, refused=rates(0.0), concurrency=concurrency)
 
 
 def test_without_a_panic_the_long_window_decides() -> None:
@@ -62,6 +62,6 @@ def test_one_decision_changes_the_count_by_bounded_factors() -> None:
 
 def test_an_idle_model_stays_at_zero_and_a_request_wakes_it() -> None:
     rows = [(0, in_flight(0, 0)), (5, in_flight(1, 0.1))]
-    idle = Demand(age_s=0.5, arrivals=rates(0), refused=rates(0), concurrency=rates(0))
+    idle = ModelDemand(age_s=0.5, arrivals=rates(0), refused=rates(0), concurrency=rates(0))
     assert counts(knative(), [(0, idle), (5, idle)], count=1, least=0) == [0, 0]
     assert counts(knative(), rows, count=0, least=0) == [1, 1]

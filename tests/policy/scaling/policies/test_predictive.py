@@ -11,7 +11,7 @@ from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability, IdleLatency
 from policy.scaling.policies.predictive import EACH, SOON_S, Predictive, capacity
 from policy.scaling.view import Proposal
-from policy.signals.types import Demand, Rates
+from policy.signals.types import ModelDemand, Rates
 from tests.policy.scaling.views import START, demand, late, proposals, replicas, view
 
 POLICY = Predictive()
@@ -111,7 +111,7 @@ def test_a_reversed_scale_down_makes_the_next_more_reluctant() -> None:
     )
     steady_load, memory = demand(11.0), steady(11.0, seconds=1000, count=4)
 
-    def after(at: float, count: int, seen: Demand, mode: str = "multi-replica") -> int:
+    def after(at: float, count: int, seen: ModelDemand, mode: str = "multi-replica") -> int:
         nonlocal memory
         proposal = POLICY.decide(msgspec.structs.replace(view(seen, at=at, count=count), mode=mode), memory)
         memory = proposal.memory

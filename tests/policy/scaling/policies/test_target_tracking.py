@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from policy.config.control import SloConfig
-from policy.scaling.policies.target_tracking import Metric, TargetTracking
+from policy.scaling.policies.target_tracking import TargetMetric, TargetTracking
 from policy.signals.types import ReplicaSample
 from tests.policy.scaling.views import counts, demand, late, replicas, view
 
 
 def tracking(
-    metric: Metric = Metric.CONCURRENCY, target: float | None = 10.0, **more: float
+    metric: TargetMetric = TargetMetric.CONCURRENCY, target: float | None = 10.0, **more: float
 ) -> TargetTracking:
     return TargetTracking(metric=metric, target=target, **more)
 
@@ -36,14 +36,14 @@ def test_a_wider_tolerance_needs_a_larger_change() -> None:
 
 
 def test_a_queue_counts_in_gateways_and_engines() -> None:
-    policy = tracking(Metric.QUEUE, 4.0)
+    policy = tracking(TargetMetric.QUEUE, 4.0)
     seen = view(demand(queued=8), count=2, figures=replicas(2, waiting=6))
     assert policy.decide(seen, None).count == 5
 
 
 def test_starting_replicas_are_not_requested_again() -> None:
     """Eight KV caches at 90 % with a target of 70 %: 8 become 11, and 11 stay while 3 start."""
-    policy = tracking(Metric.KV_USED, 0.7)
+    policy = tracking(TargetMetric.KV_USED, 0.7)
     before = view(demand(1.0), count=8, figures=replicas(8, kv_used=0.9))
     assert policy.decide(before, None).count == 11
     starting = view(demand(1.0), count=11, starting_s=(20, 20, 20), figures=replicas(8, kv_used=0.9))
@@ -51,7 +51,7 @@ def test_starting_replicas_are_not_requested_again() -> None:
 
 
 def test_starting_replicas_cause_no_scale_down() -> None:
-    policy = tracking(Metric.KV_USED, 0.7)
+    policy = tracking(TargetMetric.KV_USED, 0.7)
     seen = view(demand(1.0), count=4, starting_s=(20.0, 20.0), figures=replicas(2, kv_used=0.8))
     assert policy.decide(seen, None).count == 4
 
@@ -70,26 +70,27 @@ def test_silent_replicas_count_against_the_change(used: float, silent: int, coun
         ReplicaSample(id=f"old{i}", age_s=60.0, kv_used=0.0) for i in range(silent)
     )
     assert (
-        tracking(Metric.KV_USED, 0.7).decide(view(demand(1.0), count=4, figures=figures), None).count == count
+        tracking(TargetMetric.KV_USED, 0.7).decide(view(demand(1.0), count=4, figures=figures), None).count
+        == count
     )
 
 
 def test_without_reports_the_count_stays() -> None:
-    proposal = tracking(Metric.TOKENS_PER_S).decide(view(demand(50.0), count=3, figures=()), None)
+    proposal = tracking(TargetMetric.TOKENS_PER_S).decide(view(demand(50.0), count=3, figures=()), None)
     assert (proposal.count, proposal.reason) == (3, "no replica reports tokens_per_s")
-    nothing = tracking(Metric.TTFT_P95).decide(view(demand(50.0), count=3), None)
+    nothing = tracking(TargetMetric.TTFT_P95).decide(view(demand(50.0), count=3), None)
     assert nothing.count == 3
 
 
 def test_the_count_is_scaled_by_ttft_over_its_slo() -> None:
-    policy = tracking(Metric.TTFT_P95, None)
+    policy = tracking(TargetMetric.TTFT_P95, None)
     slow = demand(8.0, ttft=late(3.0))
     assert policy.decide(view(slow, count=4), None).count == 6  # 3 s of 2 s
     assert policy.decide(view(slow, count=4, slo=SloConfig()), None).count == 12  # of 1 s
 
 
 def test_a_queued_request_wakes_a_model_at_zero() -> None:
-    for metric in Metric:
+    for metric in TargetMetric:
         policy = tracking(metric)
         assert policy.decide(view(demand(0.0), count=0, least=0), None).count == 0
         assert policy.decide(view(demand(0.0, queued=1), count=0, least=0), None).count == 1
@@ -97,4 +98,4 @@ def test_a_queued_request_wakes_a_model_at_zero() -> None:
 
 def test_a_running_request_keeps_one_replica() -> None:
     seen = demand(0.0, concurrency=1.0)
-    assert tracking(Metric.QUEUE, 4.0).decide(view(seen, count=1, least=0), None).count == 1
+    assert tracking(TargetMetric.QUEUE, 4.0).decide(view(seen, count=1, least=0), None).count == 1

@@ -6,13 +6,13 @@ import pytest
 
 from policy.engine.replica_capacity import Capability
 from policy.scaling.policies.token_saturation import TokenSaturation
-from policy.signals.types import Demand, ReplicaSample
+from policy.signals.types import ModelDemand, ReplicaSample
 from tests.policy.scaling.views import demand, replicas, view
 
 POLICY = TokenSaturation()
 
 
-def decided(used: float, count: int, *, seen: Demand | None = None, **more: object) -> int:
+def decided(used: float, count: int, *, seen: ModelDemand | None = None, **more: object) -> int:
     """The count with ``used`` of 100,000 tokens in use per replica, of which 80,000 are its capacity."""
     figures = replicas(count, kv_used=used)
     return POLICY.decide(view(seen or demand(1.0), count=count, figures=figures, **more), None).count  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 from policy.errors import AdapterRefused
 from policy.wire.headers import SECRET_HEADER
 from serve.engine.adapters.files import PULLS, AdapterFileCache
-from store.adapters.blobs import Blobs
+from store.adapters.blobs import AdapterBlobStore
 from tests.serve.engine.blobs import stored
 
 MAX_BYTES = 1 << 20
@@ -22,7 +22,7 @@ SECRET = "s"
 
 
 @contextmanager
-def controller(blobs: Blobs, requests: list[str], gate: Event | None = None) -> Iterator[str]:
+def controller(blobs: AdapterBlobStore, requests: list[str], gate: Event | None = None) -> Iterator[str]:
     """A controller with ``blobs`` for clients with the secret, once ``gate`` is set; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -87,7 +87,7 @@ async def test_the_first_directory_with_the_files_is_used(make: Make, tmp_path: 
 async def test_missing_files_are_pulled_once_into_the_last_directory(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "controller", "a")
     requests: list[str] = []
-    with controller(Blobs(tmp_path / "controller"), requests) as address:
+    with controller(AdapterBlobStore(tmp_path / "controller"), requests) as address:
         files = make("head", "node", controller=address)
         path = await files.fetch(digest)
         assert await files.fetch(digest) == path == tmp_path / "node" / digest
@@ -112,7 +112,7 @@ async def test_unavailable_files_are_refused(make: Make, tmp_path: Path, why: st
     digest = stored(tmp_path / "controller", "a")
     if why == "full":
         (tmp_path / "file").touch()
-    with controller(Blobs(tmp_path / "controller"), []) as address:
+    with controller(AdapterBlobStore(tmp_path / "controller"), []) as address:
         files = make(
             "file/node" if why == "full" else "node",
             controller={"no controller": "", "away": "127.0.0.1:1"}.get(why, address),
@@ -123,15 +123,15 @@ async def test_unavailable_files_are_refused(make: Make, tmp_path: Path, why: st
             await files.fetch("0" * 64 if why == "unknown" else digest)
     assert refused.value.code == ("too_large" if why == "large" else "files_missing")
     assert why == "large" or str(refused.value) == message.replace("DIGEST", digest[:12])
-    assert Blobs(tmp_path / "node").digests() == set()
+    assert AdapterBlobStore(tmp_path / "node").digests() == set()
 
 
 async def test_deleted_files_are_pulled_again(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "controller", "a")
-    with controller(Blobs(tmp_path / "controller"), []) as address:
+    with controller(AdapterBlobStore(tmp_path / "controller"), []) as address:
         files = make("node", controller=address)
         path = await files.fetch(digest)
-        assert Blobs(tmp_path / "node").remove(digest)
+        assert AdapterBlobStore(tmp_path / "node").remove(digest)
         with pytest.raises(AdapterRefused):
             await files.warm(path)
         assert await files.fetch(digest) == path
@@ -141,7 +141,7 @@ async def test_deleted_files_are_pulled_again(make: Make, tmp_path: Path) -> Non
 async def test_local_files_do_not_wait_for_pulls(make: Make, tmp_path: Path) -> None:
     digest = stored(tmp_path / "node", "a")
     gate, requests = Event(), list[str]()
-    with controller(Blobs(tmp_path / "controller"), requests, gate) as address:
+    with controller(AdapterBlobStore(tmp_path / "controller"), requests, gate) as address:
         files = make("node", controller=address)
         pulls = [asyncio.ensure_future(files.fetch(letter * 64)) for letter in "0123456789"]
         while len(requests) < PULLS:  # noqa: ASYNC110 - the test's own timeout bounds it

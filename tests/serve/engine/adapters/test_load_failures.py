@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from policy.errors import AdapterRefused
-from serve.engine.adapters.loader import BACKOFF, MAX_KEPT, LoadFailures
+from serve.engine.adapters.loader import BACKOFF, MAX_KEPT, AdapterLoadFailures
 
 WRONG = AdapterRefused("rank", "the rank is 64")
 
 
 def test_the_backoff_doubles_with_each_failure() -> None:
-    failures, now = LoadFailures(), 100.0
+    failures, now = AdapterLoadFailures(), 100.0
     for backoff in (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0):
         failures.add("a", WRONG, now)
         assert failures.names(now) == ("a",)
@@ -27,7 +27,7 @@ def test_the_backoff_doubles_with_each_failure() -> None:
 
 @pytest.mark.parametrize("reset_by", ["a load", "time"])
 def test_a_load_or_a_long_time_resets_the_backoff(reset_by: str) -> None:
-    failures, later = LoadFailures(), 4 * BACKOFF.first_s + BACKOFF.max_s + 1
+    failures, later = AdapterLoadFailures(), 4 * BACKOFF.first_s + BACKOFF.max_s + 1
     for _ in range(3):
         failures.add("a", WRONG, 0.0)
     if reset_by == "a load":
@@ -39,7 +39,7 @@ def test_a_load_or_a_long_time_resets_the_backoff(reset_by: str) -> None:
 
 
 def test_the_number_of_kept_failures_is_bounded() -> None:
-    failures = LoadFailures()
+    failures = AdapterLoadFailures()
     for number in range(MAX_KEPT + 10):
         failures.add(str(number), WRONG, 0.0)
     names = failures.names(0.0)

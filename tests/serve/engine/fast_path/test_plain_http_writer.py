@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve.engine.fast_path.plain_http_writer import AsgiWriter
+from serve.engine.fast_path.plain_http_writer import PlainHttpWriter
 from serve.engine.frame_server import MAX_KEPT
 from serve.engine.interface import Message
 
@@ -33,7 +33,7 @@ class Client:
 
 async def test_what_a_slow_client_has_not_read_leaves_together() -> None:
     client = Client()
-    async with AsgiWriter(client.receive, client.send) as writer:
+    async with PlainHttpWriter(client.receive, client.send) as writer:
         writer.start(200, HEAD)
         writer.write(b"a")
         await asyncio.sleep(0)
@@ -47,7 +47,7 @@ async def test_what_a_slow_client_has_not_read_leaves_together() -> None:
 async def test_parts_leave_as_they_come() -> None:
     client = Client()
     client.reads.set()
-    async with AsgiWriter(client.receive, client.send) as writer:
+    async with PlainHttpWriter(client.receive, client.send) as writer:
         writer.start(200, HEAD)
         for part in (b"a", b"b"):
             writer.write(part)
@@ -61,7 +61,7 @@ async def test_parts_leave_as_they_come() -> None:
 async def test_a_client_that_leaves_is_reported_once_and_gets_nothing() -> None:
     client, aborted = Client(), []
     client.reads.set()
-    async with AsgiWriter(client.receive, client.send) as writer:
+    async with PlainHttpWriter(client.receive, client.send) as writer:
         writer.on_abort(lambda: aborted.append(1))
         client.leaves.set()
         for _ in range(4):
@@ -77,7 +77,7 @@ async def test_a_response_that_nobody_reads_is_cut(caplog: pytest.LogCaptureFixt
     """Its connection ends without a last message, so that nobody takes it for whole."""
     client, aborted, part = Client(), [], bytes(64 * 1024)
     held = sys.getrefcount(part)
-    async with AsgiWriter(client.receive, client.send) as writer:
+    async with PlainHttpWriter(client.receive, client.send) as writer:
         writer.on_abort(lambda: aborted.append(1))
         writer.start(200, HEAD)
         await asyncio.sleep(0)
@@ -98,7 +98,7 @@ async def test_a_response_that_nobody_reads_is_cut(caplog: pytest.LogCaptureFixt
 async def test_the_bound_is_of_what_is_unread() -> None:
     client, part = Client(), bytes(MAX_KEPT - 1)
     client.reads.set()
-    async with AsgiWriter(client.receive, client.send) as writer:
+    async with PlainHttpWriter(client.receive, client.send) as writer:
         writer.start(200, HEAD)
         for _ in range(3):
             writer.write(part)
@@ -111,7 +111,7 @@ async def test_the_bound_is_of_what_is_unread() -> None:
 async def test_what_a_client_has_not_read_is_dropped_when_it_leaves() -> None:
     client, part = Client(), bytes(64)
     held = sys.getrefcount(part)
-    async with AsgiWriter(client.receive, client.send) as writer:
+    async with PlainHttpWriter(client.receive, client.send) as writer:
         writer.start(200, HEAD)
         writer.write(b"a")
         await asyncio.sleep(0)
@@ -126,7 +126,7 @@ async def test_what_a_client_has_not_read_is_dropped_when_it_leaves() -> None:
 
 async def test_a_client_that_leaves_after_the_end_is_no_abort() -> None:
     client, aborted = Client(), []
-    async with AsgiWriter(client.receive, client.send) as writer:
+    async with PlainHttpWriter(client.receive, client.send) as writer:
         writer.on_abort(lambda: aborted.append(1))
         writer.start(200, HEAD)
         writer.end(b"a")

@@ -14,7 +14,7 @@ import httpx2  # of Anthropic's client
 import openai
 import pytest
 
-from serve.engine.sim.pseudo_tokenizer import Prompt
+from serve.engine.sim.pseudo_tokenizer import TokenizedPrompt
 from tests.serve.engine.sim.conversations import CASES, Turns, parameters
 from tests.serve.sim_driver import client_of, engine_of, spec
 
@@ -48,7 +48,7 @@ async def test_a_conversation_is_read_or_refused(path: str, body: dict[str, Any]
             return
         usage = answer.json()["usage"]
         text = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
-        wanted = len(Prompt.of_text(f"{text}<|im_start|>assistant\n").tokens)
+        wanted = len(TokenizedPrompt.of_text(f"{text}<|im_start|>assistant\n").tokens)
         assert usage.get("prompt_tokens", usage.get("input_tokens")) == wanted
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from serve.engine.sim.tool_calls import Definition, Tools
+from serve.engine.sim.tool_calls import FunctionDefinition, ToolSet
 
 
 class City(BaseModel):
@@ -28,7 +28,7 @@ class Trip(BaseModel):
 
 
 def arguments(schema: dict[str, Any], seed: int) -> str:
-    called = Tools([Definition("plan", parameters=schema)], "required").call(seed)
+    called = ToolSet([FunctionDefinition("plan", parameters=schema)], "required").call(seed)
     assert called is not None
     return called[1]
 

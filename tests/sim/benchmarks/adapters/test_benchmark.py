@@ -7,21 +7,28 @@ from itertools import pairwise
 
 import pytest
 
-from sim.benchmarks.adapters.benchmark import NAMES, Fleet, Traffic, arrivals, compare, compare_seeds
+from sim.benchmarks.adapters.benchmark import (
+    NAMES,
+    AdapterTraffic,
+    FleetSize,
+    arrivals,
+    compare,
+    compare_seeds,
+)
 
-SMALL = Traffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
+SMALL = AdapterTraffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_result() -> None:
-    assert compare(SMALL, Fleet(2, 4)) == compare(SMALL, Fleet(2, 4))
-    three, four = compare_seeds(SMALL, Fleet(2, 4), 2)
-    assert three == compare(SMALL, Fleet(2, 4)) != four
+    assert compare(SMALL, FleetSize(2, 4)) == compare(SMALL, FleetSize(2, 4))
+    three, four = compare_seeds(SMALL, FleetSize(2, 4), 2)
+    assert three == compare(SMALL, FleetSize(2, 4)) != four
 
 
 def test_every_policy_runs_and_reports_its_progress() -> None:
     reported: list[tuple[str, int]] = []
-    found = compare(SMALL, Fleet(2, 4), lambda name, sent: reported.append((name, sent)))
+    found = compare(SMALL, FleetSize(2, 4), lambda name, sent: reported.append((name, sent)))
     assert tuple(found.policies) == NAMES == ("placement", "least_loaded", "serve_multiplex")
     assert reported == [(name, sent) for name in NAMES for sent in (250, 260)]
     for each in found.policies.values():
@@ -30,16 +37,16 @@ def test_every_policy_runs_and_reports_its_progress() -> None:
 
 
 def test_adapters_that_all_fit_are_loaded_at_most_once_per_replica() -> None:
-    few = Traffic(adapters=4, exponent=0.0, rate=50.0, requests=300, together=1.0, seed=1)
-    found = compare(few, Fleet(2, 8)).policies
+    few = AdapterTraffic(adapters=4, exponent=0.0, rate=50.0, requests=300, together=1.0, seed=1)
+    found = compare(few, FleetSize(2, 8)).policies
     assert 4 <= found["placement"].loads <= 8
     assert found["least_loaded"].loads == 8
 
 
 @pytest.mark.slow
 def test_placement_of_1000_adapters_has_a_third_fewer_loads_and_a_lower_ttft() -> None:
-    asked = Traffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)
-    found = compare(asked, Fleet(4, 8)).policies
+    asked = AdapterTraffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)
+    found = compare(asked, FleetSize(4, 8)).policies
     placement = found.pop("placement")
     for each in found.values():
         assert placement.loads <= 0.7 * each.loads
@@ -48,7 +55,7 @@ def test_placement_of_1000_adapters_has_a_third_fewer_loads_and_a_lower_ttft() -
     assert placement.moves_per_min <= 1.0
 
 
-TRAFFIC = Traffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)
+TRAFFIC = AdapterTraffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)
 
 
 def test_arrivals_are_in_order_and_have_the_rate() -> None:

@@ -11,14 +11,21 @@ import pytest
 from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.registry import choose
 from sim.benchmarks.policies import run as contest
-from sim.benchmarks.policies.benchmark_setup import MODEL, Setup, TraceHalf, setup_of
+from sim.benchmarks.policies.benchmark_setup import MODEL, PolicyBenchmarkSetup, TraceHalf, setup_of
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.gpu_time_ranking import rank
-from sim.benchmarks.policies.run import TrialResult, describe, parameter_steps, run_all, run_trial, trials
-from sim.benchmarks.policies.sizing import Full, ReplicaSize, size_of
+from sim.benchmarks.policies.run import (
+    PolicyTrialResult,
+    describe,
+    parameter_steps,
+    run_all,
+    run_trial,
+    trials,
+)
+from sim.benchmarks.policies.sizing import ReplicaSize, SaturatedReplica, size_of
 from sim.results.evaluation_metrics import Score
 
-SIZE = ReplicaSize(mu=0.5, factor=1.0, full=Full(at_once=9.0, kv_used=0.6, least=8, most=18))
+SIZE = ReplicaSize(mu=0.5, factor=1.0, full=SaturatedReplica(at_once=9.0, kv_used=0.6, least=8, most=18))
 BEGAN = datetime(2023, 11, 16, 18, 15)
 
 
@@ -68,7 +75,7 @@ def test_all_policies_share_the_arrivals_and_include_the_default_settings(tmp_pa
 
 
 def result(
-    setup: Setup,
+    setup: PolicyBenchmarkSetup,
     name: str,
     setting: str,
     *,
@@ -76,7 +83,7 @@ def result(
     attained: float,
     seed: int = 0,
     mu: float | None = 0.5,
-) -> TrialResult:
+) -> PolicyTrialResult:
     score = Score(
         attainment=attained,
         gpu_hours=hours,
@@ -89,8 +96,10 @@ def result(
         requests=1000,
         failed=0,
     )
-    trial = contest.Trial(setup, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}})
-    return TrialResult(trial, score, 3.2, mu) if name == contest.PLAN else TrialResult(trial, score)
+    trial = contest.PolicyTrial(setup, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}})
+    return (
+        PolicyTrialResult(trial, score, 3.2, mu) if name == contest.PLAN else PolicyTrialResult(trial, score)
+    )
 
 
 def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
@@ -200,8 +209,8 @@ def test_trials_have_the_same_result_in_another_process(tmp_path: Path) -> None:
     size = size_of(setup, 30.0)
     assert 7.0 < size.factor * 2.0 / size.mu < 13.0
     assert 0.0 < size.full.kv_used <= 1.0
-    plan = contest.Trial(setup, size.factor, 30.0, 0, contest.PLAN, "", start_mu=size.mu, searched=8)
-    policy = contest.Trial(setup, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
+    plan = contest.PolicyTrial(setup, size.factor, 30.0, 0, contest.PLAN, "", start_mu=size.mu, searched=8)
+    policy = contest.PolicyTrial(setup, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
     alone = run_trial(plan), run_trial(policy)
     plans, (fixed,) = alone
     assert 1 <= len(plans) <= 8 and len({each.trial.setting for each in plans}) == len(plans)
@@ -209,6 +218,6 @@ def test_trials_have_the_same_result_in_another_process(tmp_path: Path) -> None:
     assert 0 < plans[0].lower_hours <= plans[0].score.gpu_hours
     stretch = setup.stretch
     assert fixed.score.gpu_hours == pytest.approx(10 * (stretch.until - stretch.since) / 3600, rel=0.01)
-    ended: list[list[TrialResult]] = []
+    ended: list[list[PolicyTrialResult]] = []
     assert run_all([policy, plan], 1, ended.append) == [fixed, *plans]
     assert ended == [plans, [fixed]]

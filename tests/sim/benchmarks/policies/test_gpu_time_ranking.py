@@ -6,20 +6,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.benchmarks.policies.gpu_time_ranking import Point, averaged, front, hours_at, mixed_hours, split
+from sim.benchmarks.policies.gpu_time_ranking import (
+    AttainmentPoint,
+    averaged,
+    front,
+    hours_at,
+    mixed_hours,
+    split,
+)
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, problem
 
 # Rounded, so that points tie.
 POINTS = st.lists(
-    st.tuples(st.integers(0, 20), st.integers(1, 20)).map(lambda drawn: Point(drawn[0] / 20, drawn[1])),
+    st.tuples(st.integers(0, 20), st.integers(1, 20)).map(
+        lambda drawn: AttainmentPoint(drawn[0] / 20, drawn[1])
+    ),
     max_size=12,
 )
-FRONT = (Point(0.90, 8.0, "thrifty"), Point(0.98, 10.0, "usual"), Point(1.0, 14.0, "careful"))
+FRONT = (
+    AttainmentPoint(0.90, 8.0, "thrifty"),
+    AttainmentPoint(0.98, 10.0, "usual"),
+    AttainmentPoint(1.0, 14.0, "careful"),
+)
 
 
 @pytest.mark.slow
 @given(POINTS)
-def test_a_front_has_exactly_the_points_that_no_other_dominates(points: list[Point]) -> None:
+def test_a_front_has_exactly_the_points_that_no_other_dominates(points: list[AttainmentPoint]) -> None:
     found = front(points)
     for point in points:
         better = [
@@ -41,20 +54,27 @@ def test_gpu_hours_are_interpolated_between_points(attainment: float, hours: flo
 
 @pytest.mark.slow
 @given(POINTS, st.floats(0, 1), st.floats(0, 1))
-def test_higher_attainment_never_takes_fewer_gpu_hours(points: list[Point], one: float, other: float) -> None:
+def test_higher_attainment_never_takes_fewer_gpu_hours(
+    points: list[AttainmentPoint], one: float, other: float
+) -> None:
     low, high = hours_at(points, min(one, other)), hours_at(points, max(one, other))
     assert high is None or (low is not None and low <= high + 1e-9)
 
 
 @pytest.mark.slow
 @given(POINTS, st.floats(0, 1))
-def test_dominated_points_do_not_change_the_gpu_hours(points: list[Point], attainment: float) -> None:
+def test_dominated_points_do_not_change_the_gpu_hours(
+    points: list[AttainmentPoint], attainment: float
+) -> None:
     assert hours_at(points, attainment) == pytest.approx(hours_at(front(points), attainment), nan_ok=True)
 
 
 def test_a_mix_over_seeds_takes_what_is_missed_where_it_saves_most() -> None:
     # A hundredth of attainment costs 1 GPU-hour in the first seed and 3 in the second.
-    seeds = [(Point(0.98, 8.0), Point(1.0, 10.0)), (Point(0.98, 4.0), Point(1.0, 10.0))]
+    seeds = [
+        (AttainmentPoint(0.98, 8.0), AttainmentPoint(1.0, 10.0)),
+        (AttainmentPoint(0.98, 4.0), AttainmentPoint(1.0, 10.0)),
+    ]
     assert mixed_hours(seeds, 1.0) == pytest.approx(10.0)
     assert mixed_hours(seeds, 0.99) == pytest.approx((10.0 + 4.0) / 2)
     assert mixed_hours(seeds, 0.98) == pytest.approx(6.0)
@@ -65,7 +85,7 @@ def test_a_mix_over_seeds_takes_what_is_missed_where_it_saves_most() -> None:
 @pytest.mark.slow
 @given(st.lists(st.tuples(POINTS, POINTS), min_size=1, max_size=3), st.floats(0, 1))
 def test_no_policy_takes_less_than_the_mix_of_all(
-    drawn: list[tuple[list[Point], list[Point]]], attainment: float
+    drawn: list[tuple[list[AttainmentPoint], list[AttainmentPoint]]], attainment: float
 ) -> None:
     """Two seeds; a policy has as many settings in each."""
     policies = [
@@ -79,8 +99,11 @@ def test_no_policy_takes_less_than_the_mix_of_all(
 
 
 def test_settings_are_averaged_over_the_seeds() -> None:
-    one, other = [Point(0.5, 8.0, "a"), Point(1.0, 10.0, "b")], [Point(1.0, 6.0, "a"), Point(1.0, 12.0, "b")]
-    assert averaged({1: one, 2: other}) == (Point(0.75, 7.0, "a"), Point(1.0, 11.0, "b"))
+    one, other = (
+        [AttainmentPoint(0.5, 8.0, "a"), AttainmentPoint(1.0, 10.0, "b")],
+        [AttainmentPoint(1.0, 6.0, "a"), AttainmentPoint(1.0, 12.0, "b")],
+    )
+    assert averaged({1: one, 2: other}) == (AttainmentPoint(0.75, 7.0, "a"), AttainmentPoint(1.0, 11.0, "b"))
 
 
 def test_the_regret_is_split_by_cause() -> None:
