@@ -19,7 +19,7 @@ from gateway.routing.mapped_rows import HEADER, OWN, ROWS, MappedRows, TableLayo
 from policy.hashing import hash_name
 from store.os_process import boot_key
 
-# The words of a slot: its key, then the counts of :class:`LimitState` in their order.
+# The words of a slot: its key, then the counts of :class:`LimitSlot` in their order.
 _WORDS: Final = struct.Struct("12q")
 _COUNTS: Final = struct.Struct("11q")
 _RUNNING: Final = 5
