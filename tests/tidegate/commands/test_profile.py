@@ -21,14 +21,16 @@ from tests.tidegate.conftest import Site
 from tidegate.cli import group
 from tidegate.commands.fleet import process_profiler as command
 
-BUSY = "def busy():\n while True:\n  sum(range(1000))\nbusy()"
+BUSY = "print(flush=True)\ndef busy():\n while True:\n  sum(range(1000))\nbusy()"
 
 
 @pytest.fixture
 def engine() -> Iterator[int]:
     """A process with the command line of an engine, and of a controller, which computes."""
     names = ["serve.engine.main", "serve.controller.process"]
-    with subprocess.Popen([sys.executable, "-c", BUSY, *names]) as process:
+    with subprocess.Popen([sys.executable, "-c", BUSY, *names], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # while it is executed it has no command line
         yield process.pid
         process.kill()
 
@@ -158,7 +160,7 @@ def test_the_flame_graph_shows_what_the_process_does(run: Run, engine: int, tmp_
     assert result.exit_code == 0, result.exception
     text = (tmp_path / "out.svg").read_text()
     assert text.startswith("<?xml")
-    assert "busy (&lt;string&gt;:3)" in text
+    assert "busy (&lt;string&gt;:4)" in text
 
 
 @pytest.mark.process
