@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.http.asgi_exchange import id_headers, request_ids
 from gateway.protocol.client_session import SESSION_HEADERS
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.paths import ApiDialect, ProxyRoute
 from gateway.protocol.usage import TokenUsage, UsageBounds
 from policy.errors import Refusal
@@ -98,12 +98,12 @@ class RequestContext:
         send: Send,
         deadlines: IdleTimeouts | None = None,
         *,
-        pieces: PieceReader | None = None,
+        pieces: JsonPieceReader | None = None,
     ) -> None:
         self.route = route
         self.send = send
         self.deadlines = deadlines
-        self.pieces = pieces or PieceReader()
+        self.pieces = pieces or JsonPieceReader()
         self._receive = receive
         self.exchange: AsgiExchange | None = scope.get("tidegate.exchange")
         self.client: tuple[str, int] | None = scope.get("client")

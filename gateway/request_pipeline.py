@@ -31,7 +31,7 @@ from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.admin_keys import AdminKeys
 from gateway.intake.authentication import TenantDirectory
 from gateway.intake.key_restrictions import bound_answer, check_features
-from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.principal import Principal, WorkerTenant
 from gateway.intake.rate_limiter import RateLimiter
 from gateway.intake.request_resolver import RequestResolver
 from gateway.intake.shared_limits import SharedLimits
@@ -40,7 +40,7 @@ from gateway.protocol import body as bodies
 from gateway.protocol.body import AcceptedBody, BodyRules, RequestBody
 from gateway.protocol.body_batching import COALESCED
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.paths import ROUTES, ProxyRoute
 from gateway.protocol.usage import UsageBounds
 from gateway.queue.admission import Admission
@@ -58,7 +58,7 @@ from gateway.telemetry.structured_log import StructuredLog
 from gateway.telemetry.tenant_metrics import NONE
 from gateway.telemetry.traces.exporter import TraceExporter
 from gateway.telemetry.workload_capture_publisher import CapturePublisher
-from gateway.telemetry.workload_capture_subscriber import Subscribers
+from gateway.telemetry.workload_capture_subscriber import CaptureSubscribers
 from policy.config.deployment import Deployment
 from policy.config.media_hosts import allowed_hosts
 from policy.errors import Refusal
@@ -139,11 +139,13 @@ class Gateway:
         caches = ServerCaches(events.cached, events.forgotten, log)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random, events, caches=caches)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
-        self._pieces = PieceReader()
+        self._pieces = JsonPieceReader()
         self.coalescer = DynamicBatcher(self._deliver, self.metrics, log, self._pieces)
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
-        self.listeners = Subscribers(captures, lambda model: self.routes.densities[model].bytes_a_token)
+        self.listeners = CaptureSubscribers(
+            captures, lambda model: self.routes.densities[model].bytes_a_token
+        )
         self.proxies = TrustedProxies()
         self.scraper = Scraper(self.metrics, secret, current, self.fleet.scraped)
         services = Services(
@@ -328,7 +330,7 @@ class Gateway:
                 charge.reservation = call.reservation
         meter.arrive(request.prompt_tokens, probe=call.probe)
 
-    def _end(self, call: RequestContext, meter: ModelCounters, account: TenantAccount, began: float) -> None:
+    def _end(self, call: RequestContext, meter: ModelCounters, account: WorkerTenant, began: float) -> None:
         """Count a call that has ended, and log and trace it if requests are."""
         ended = monotonic()
         if (reservation := call.reservation) is not None:

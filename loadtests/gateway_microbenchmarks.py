@@ -76,7 +76,7 @@ async def telemetry(folder: Path) -> str:
 
 async def limits(folder: Path) -> str:
     """The cost of limits, with :data:`WORKERS` workers that count the same key and tenant."""
-    from gateway.intake.principal import Principal, TenantAccount  # noqa: PLC0415 - of that checkout
+    from gateway.intake.principal import Principal, WorkerTenant  # noqa: PLC0415 - of that checkout
     from gateway.intake.rate_limiter import RateLimiter  # noqa: PLC0415
     from gateway.intake.shared_limits import SharedLimits  # noqa: PLC0415
     from policy.config.tenancy import AccessPolicy  # noqa: PLC0415
@@ -85,7 +85,7 @@ async def limits(folder: Path) -> str:
         rpm_limit=1_000_000_000, tpm_limit=1_000_000_000_000, max_parallel_requests=100, max_budget=1e9
     )
     limiters = [RateLimiter(SharedLimits(folder / "limits.rows", row)) for row in range(WORKERS)]
-    account = TenantAccount("web", b"")
+    account = WorkerTenant("web", b"")
     principal = Principal(account, "key-0123456789abcdef", (limited, limited))
     for limiter in limiters:
         limiter.admit(principal, 1000, 1000).settle(500, 500, began=True)

@@ -10,7 +10,7 @@ from msgspec import Raw
 from gateway.http.http1_client import ConnectionPool
 from gateway.protocol.body import RequestBody
 from gateway.protocol.json_decoders import ABSENT
-from gateway.protocol.json_splice import JsonEdit, UpstreamBody, edited_body, locate, set_model
+from gateway.protocol.json_splice import JsonEdit, UpstreamRequestBody, edited_body, locate, set_model
 from gateway.protocol.paths import ProxyRoute
 from gateway.protocol.prompt_features import limit_of
 from gateway.protocol.usage import TokenUsage
@@ -104,7 +104,7 @@ class FallbackProvider:
             head += b"accept: %b\r\n" % accept
         return head + b"content-length: %d\r\n\r\n" % size
 
-    def outgoing(self, route: ProxyRoute, name: str, body: RequestBody, raw: bytes) -> UpstreamBody:
+    def outgoing(self, route: ProxyRoute, name: str, body: RequestBody, raw: bytes) -> UpstreamRequestBody:
         """``raw`` with the provider's model name, usage at the end of streams, and no ``cache_salt``."""
         edits = [set_model(raw, body, self.upstream.models[name])]
         if body.cache_salt is not ABSENT:

@@ -13,7 +13,7 @@ from gateway.http.http1_client import UpstreamConnection, is_local_fault
 from gateway.http.read_turns import request_starts
 from gateway.protocol.body import RequestBody
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_splice import UpstreamBody, upstream_body
+from gateway.protocol.json_splice import UpstreamRequestBody, upstream_body
 from gateway.protocol.paths import ApiDialect, ProxyRoute
 from gateway.protocol.response_model_name import ModelNameRewrite
 from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
@@ -266,7 +266,7 @@ class RetryLoop:
         await self._in_its_turn()
         return survives
 
-    def _body_for(self, name: str, *, reports_cache: bool) -> UpstreamBody:
+    def _body_for(self, name: str, *, reports_cache: bool) -> UpstreamRequestBody:
         """The request's body, with ``name`` for its model or adapter, or the client's name if empty."""
         return upstream_body(
             self._call.route, self._body, self._raw, self._salt, name, reports_cache=reports_cache

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
 from typing import Any, Final
 
-from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.principal import Principal, WorkerTenant
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import TokenUsage
 from gateway.routing.shared_counters import SharedCounts
@@ -43,7 +43,7 @@ class AccessDraft:
         self._tenants = tenants
         self._declared = declared
         self.tenants: dict[str, Tenant] = {}
-        self.accounts: dict[str, TenantAccount] = {}
+        self.accounts: dict[str, WorkerTenant] = {}
         self.keys: dict[bytes, Principal] = {}
 
     def add_tenant(self, row: TenantRow) -> None:
@@ -86,7 +86,7 @@ class TenantDirectory:
         self._metrics = metrics
         self._shared = shared
         self._wall = wall
-        self.anonymous, self.operator = (Principal(TenantAccount("", b"")) for _ in range(2))
+        self.anonymous, self.operator = (Principal(WorkerTenant("", b"")) for _ in range(2))
         for principal in (self.anonymous, self.operator):
             principal.account.count_as(metrics.of(""))
         self.operator.account.admin = True
@@ -95,7 +95,7 @@ class TenantDirectory:
         self._declared_keys: dict[bytes, Principal] = {}
         self._stored: dict[str, Tenant] = {}
         self._keys: dict[bytes, Principal] = {}
-        self._by_name: dict[str, TenantAccount] = {}
+        self._by_name: dict[str, WorkerTenant] = {}
         self._may_be_open = False
         self._required = True
 
@@ -130,10 +130,10 @@ class TenantDirectory:
         self._stored, self._keys = draft.tenants, draft.keys
         self._require()
 
-    def account(self, name: str) -> TenantAccount:
+    def account(self, name: str) -> WorkerTenant:
         """The account of a tenant, with its counts if it had one before."""
         account = self._by_name.get(name)
-        return account or TenantAccount(name, self._salt(name))
+        return account or WorkerTenant(name, self._salt(name))
 
     def of(self, headers: Mapping[bytes, bytes]) -> Principal:
         """Who a request is; raises :class:`gateway.protocol.errors.Refused` without a valid key."""
@@ -211,7 +211,7 @@ class TenantDirectory:
                 described.append(entry)
         return described
 
-    def _accounts(self) -> Collection[TenantAccount]:
+    def _accounts(self) -> Collection[WorkerTenant]:
         return self._by_name.values() if self._required else (self.anonymous.account,)
 
     def _require(self) -> None:

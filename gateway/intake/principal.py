@@ -12,7 +12,7 @@ from policy.hashing import hash_name
 from policy.types import Priority
 
 
-class TenantAccount:
+class WorkerTenant:
     """A tenant in this worker. ``salt`` (a JSON string, empty without tenants) isolates its prefix cache.
 
     ``counters`` are those of its label in metrics, once it is ``labelled``.
@@ -60,7 +60,7 @@ class Principal:
 
     def __init__(
         self,
-        account: TenantAccount,
+        account: WorkerTenant,
         key_id: str = "",
         access: tuple[AccessPolicy, ...] = (),
         expires: float = inf,

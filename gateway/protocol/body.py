@@ -16,7 +16,7 @@ from gateway.protocol.json_structure import (
     MAX_GAP_BYTES,
     BoundExceeded,
     JsonMember,
-    PieceReader,
+    JsonPieceReader,
     StructureScan,
     depth_exceeds,
     lacks_members,
@@ -146,7 +146,9 @@ def accept(raw: bytes, route: ProxyRoute, rules: BodyRules) -> AcceptedBody:
     return AcceptedBody(body, raw, dropped)
 
 
-async def accept_large(raw: bytes, route: ProxyRoute, rules: BodyRules, pieces: PieceReader) -> AcceptedBody:
+async def accept_large(
+    raw: bytes, route: ProxyRoute, rules: BodyRules, pieces: JsonPieceReader
+) -> AcceptedBody:
     """As :func:`accept`, of a body of any size, which is read in pieces."""
     path = route.path
     spans, dropped = await _spans(raw, pieces), []
@@ -182,7 +184,7 @@ def read(raw: bytes) -> RequestBody:
     return _body_of(fields, _ALL_USES, raw)
 
 
-async def read_large(raw: bytes, pieces: PieceReader) -> RequestBody:
+async def read_large(raw: bytes, pieces: JsonPieceReader) -> RequestBody:
     """As :func:`read`, of a body of any size, which is read in pieces."""
     return _large_body(raw, await _spans(raw, pieces), _ALL_USES)
 
@@ -258,7 +260,7 @@ def _check_field(name: str, value: Raw) -> None:
         raise _not_json(error) from None
 
 
-async def _spans(raw: bytes, pieces: PieceReader) -> dict[str, JsonMember]:
+async def _spans(raw: bytes, pieces: JsonPieceReader) -> dict[str, JsonMember]:
     """Where each member of a body is; of equal names the last counts."""
     if not _OBJECT.match(raw, 0, MAX_GAP_BYTES):
         raise Refused(Refusal.BAD_REQUEST, "The body is not a JSON object.")

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from gateway.protocol.body import MAX_DECODED, MAX_MEMBERS, RequestBody
-from gateway.protocol.json_structure import MAX_DEPTH, PieceReader, StructureScan
+from gateway.protocol.json_structure import MAX_DEPTH, JsonPieceReader, StructureScan
 from gateway.protocol.paths import ProxyRoute
 from policy.admission.dynamic_batching import apportion
 from policy.config.deployment import CoalesceConfig
@@ -99,7 +99,7 @@ def join(together: Sequence[SubRequest]) -> bytes:
 
 
 async def split(
-    answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequence[bytes], pieces: PieceReader
+    answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequence[bytes], pieces: JsonPieceReader
 ) -> list[bytes]:
     """The answers of ``together``, in order, from the answer to the joined call.
 
@@ -147,7 +147,7 @@ async def split(
 
 
 async def _answer_of(
-    answer: bytes, key: str, count: int, pieces: PieceReader
+    answer: bytes, key: str, count: int, pieces: JsonPieceReader
 ) -> tuple[dict[str, Raw], list[Raw]]:
     """The members of an answer, and the items of that named ``key``, at most ``count``."""
     if len(answer) <= MAX_DECODED:

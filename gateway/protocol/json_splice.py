@@ -100,7 +100,7 @@ def splice(raw: bytes, edits: list[JsonEdit]) -> list[Buffer]:
 ASKED_FOR_USAGE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
-class UpstreamBody:
+class UpstreamRequestBody:
     """``parts`` of ``size`` bytes in all. ``counts``: usage at a stream's end was requested by us alone."""
 
     __slots__ = ("counts", "parts", "size")
@@ -111,7 +111,9 @@ class UpstreamBody:
         self.counts = counts
 
 
-def edited_body(route: ProxyRoute, body: RequestBody, raw: bytes, edits: list[JsonEdit]) -> UpstreamBody:
+def edited_body(
+    route: ProxyRoute, body: RequestBody, raw: bytes, edits: list[JsonEdit]
+) -> UpstreamRequestBody:
     """``raw`` with ``edits`` and what was added to ``body``; streams are made to end with their usage."""
     usage = force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
     if usage is not None:
@@ -121,13 +123,13 @@ def edited_body(route: ProxyRoute, body: RequestBody, raw: bytes, edits: list[Js
         end = raw.rindex(b"}")
         edits.append(JsonEdit(end, end, added))
     if not edits:
-        return UpstreamBody(raw, len(raw), False)
+        return UpstreamRequestBody(raw, len(raw), False)
     if len(edits) == 1 and len(raw) <= _COPIED:
         [edit] = edits
         whole = b"%b%b%b" % (raw[: edit.begin], edit.text, raw[edit.end :])
-        return UpstreamBody(whole, len(whole), usage is not None)
+        return UpstreamRequestBody(whole, len(whole), usage is not None)
     parts = splice(raw, edits)
-    return UpstreamBody(parts, sum([len(part) for part in parts]), usage is not None)
+    return UpstreamRequestBody(parts, sum([len(part) for part in parts]), usage is not None)
 
 
 def upstream_body(
@@ -138,7 +140,7 @@ def upstream_body(
     name: str = "",
     *,
     reports_cache: bool = False,
-) -> UpstreamBody:
+) -> UpstreamRequestBody:
     """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
 
     ``model`` becomes ``name``, that of an adapter or of an external server, unless it is empty. With

@@ -264,7 +264,7 @@ class StructureScan:
             raise ValueError(f"{what} (between bytes {begin} and {end})") from None
 
 
-class PieceReader:
+class JsonPieceReader:
     """Reads large values, one piece of one of them in each turn of the event loop, each in its turn.
 
     Between two pieces of different values is a turn without any.

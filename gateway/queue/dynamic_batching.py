@@ -14,7 +14,7 @@ from gateway.http.asgi_exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.body_batching import SubRequest, join, split, sub_request_of
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.usage import TokenUsage, usage_of_answer
 from gateway.request_context import RequestContext
 from gateway.routing.fleet import ServedModel
@@ -54,7 +54,7 @@ class DynamicBatcher:
     """The coalescing windows of one worker. ``deliver`` serves one call or raises its refusal."""
 
     def __init__(
-        self, deliver: Deliver, metrics: WorkerMetrics, log: StructuredLog, pieces: PieceReader
+        self, deliver: Deliver, metrics: WorkerMetrics, log: StructuredLog, pieces: JsonPieceReader
     ) -> None:
         self._deliver = deliver
         self._metrics = metrics

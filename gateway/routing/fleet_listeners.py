@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from policy.routing.engine_prefix_index import PrefixIndexUpdate
-from policy.wire.load_stream import LoadLine
+from policy.wire.load_stream import LoadReport
 
 
 def _ignore(*_: object) -> None:
@@ -26,7 +26,7 @@ class FleetListeners(NamedTuple):
 
     changed: Callable[[str], None] = _ignore
     unavailable: Callable[[str], None] = _ignore
-    prefixes: Callable[[str, int, LoadLine], None] = _ignore
+    prefixes: Callable[[str, int, LoadReport], None] = _ignore
     cached: Callable[[str, int, PrefixIndexUpdate], None] = _ignore
     forgotten: Callable[[str, int], None] = _ignore
     adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore

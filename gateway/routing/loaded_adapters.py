@@ -11,7 +11,7 @@ from typing import Final
 FAILED_S: Final = 2.0
 
 
-class LoadedAdapters:
+class ReplicaAdapters:
     """The adapters of one replica, which lists those ``loaded``.
 
     If it ``loads`` on demand, it serves all but those ``refused``, which it could not load lately; else only

@@ -23,7 +23,7 @@ from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.engine_prefix_index import MAX_NAMES, PrefixIndexUpdate
 from policy.routing.router import PickResult, Router
 from policy.routing.settings import RoutingSettings, settings_of
-from policy.wire.load_stream import CachedPrefix, LoadLine
+from policy.wire.load_stream import CachedPrefix, LoadReport
 
 # How many decisions are kept for explanations.
 KEPT: Final = 512
@@ -132,7 +132,7 @@ class ModelRouters:
             request.prompt_bytes, prompt_tokens, output_tokens, request.limit_tokens
         )
 
-    def learn_prefixes(self, model: str, key: int, line: LoadLine) -> None:
+    def learn_prefixes(self, model: str, key: int, line: LoadReport) -> None:
         """The replica with ``key`` reports the prefixes that were sent to it, and what its engine holds."""
         router, at = self._of(model), self._clock()
         if line.prefixes:

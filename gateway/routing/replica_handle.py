@@ -14,7 +14,7 @@ from gateway.http.http1_client import ConnectionPool, UpstreamConnection
 from gateway.http.ndjson_client import NdjsonStream
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet_listeners import NO_EVENTS, FleetListeners
-from gateway.routing.loaded_adapters import LoadedAdapters
+from gateway.routing.loaded_adapters import ReplicaAdapters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
 from policy.errors import Refusal
 from policy.hashing import hash_name
@@ -84,7 +84,7 @@ class ReplicaHandle:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n{ENGINE_TIME_HEADER}: 1\r\n".encode()
         self.their_model = ""
         # Tidegate's replicas report their adapters themselves.
-        self.adapters = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
+        self.adapters = ReplicaAdapters(replica.adapters if secret is None else (), loads=secret is not None)
         self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
         self.breaker = self.health.join()
         self.relays: set[Relay] = set()

@@ -71,7 +71,7 @@ class Pseudonyms:
         return (int.from_bytes(hashlib.blake2b(encoded, digest_size=8, key=self._key).digest()) >> 11) or 1
 
 
-class Subscribers:
+class CaptureSubscribers:
     """The subscribers at one worker. ``place`` is the directory in which all workers look for them.
 
     A client that is ``limits`` behind the workers holds them back. After ``settle_s`` all have found it.

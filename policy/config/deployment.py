@@ -72,7 +72,7 @@ class Shape(Section, frozen=True):
         return min(1.0, self.gpus or 1.0)
 
 
-class Replicas(Section, frozen=True):
+class ReplicaBounds(Section, frozen=True):
     """The bounds of a mode's replica count; it starts with ``min``."""
 
     min: Count = 1
@@ -87,14 +87,14 @@ class Mode(Section, frozen=True):
     """A deployment mode: a shape and its replica bounds."""
 
     shape: str
-    replicas: Positive | Replicas = 1
+    replicas: Positive | ReplicaBounds = 1
 
     @property
-    def bounds(self) -> Replicas:
+    def bounds(self) -> ReplicaBounds:
         """The replica bounds; a plain number means exactly that many."""
-        if isinstance(self.replicas, Replicas):
+        if isinstance(self.replicas, ReplicaBounds):
             return self.replicas
-        return Replicas(min=self.replicas, max=self.replicas)
+        return ReplicaBounds(min=self.replicas, max=self.replicas)
 
 
 class SimConfig(Section, frozen=True):

@@ -26,7 +26,7 @@ PARTING_S = 3.0
 LATE_S = 60.0
 
 
-class GpuHealth(NamedTuple):
+class ReplicaGpuHealth(NamedTuple):
     """The last GPU report of a replica, at ``reported_at``, and since when it has been throttled."""
 
     reported_at: float
@@ -42,16 +42,16 @@ class ReplicaFault(NamedTuple):
     fatal: bool
 
 
-def observe(before: GpuHealth | None, report: GpuReport, at: float) -> GpuHealth:
+def observe(before: ReplicaGpuHealth | None, report: GpuReport, at: float) -> ReplicaGpuHealth:
     """The health after a report; an error of a GPU stays until the replica has ended."""
-    before = before or GpuHealth(at)
+    before = before or ReplicaGpuHealth(at)
     since = before.throttled_since if at - before.reported_at <= UNHEARD_S else None
     since = None if not report.reasons & HARDWARE else at if since is None else since
     failed = report if is_of_card(report.xid) else before
-    return GpuHealth(at, since, failed.xid, failed.card)
+    return ReplicaGpuHealth(at, since, failed.xid, failed.card)
 
 
-def condition(health: GpuHealth, at: float) -> ReplicaFault | None:
+def condition(health: ReplicaGpuHealth, at: float) -> ReplicaFault | None:
     """The condition of a replica, if it is unhealthy."""
     reported_at, since, xid, card = health
     if xid:

@@ -25,7 +25,7 @@ class CachedPrefix(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     host_tokens: int = 0
 
 
-class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line: the replica's phase and load.
 
     ``adapters`` are the loaded ones, ``refused`` those whose load failed recently. ``timing`` is only in the
@@ -47,4 +47,4 @@ class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gone: tuple[CachedPrefix, ...] = ()
 
 
-LOAD_LINE = msgspec.json.Decoder(LoadLine)
+LOAD_LINE = msgspec.json.Decoder(LoadReport)

@@ -43,7 +43,7 @@ Event = Callable[[str], None]
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 
 
-class CatalogPublisher:
+class AdapterCatalogPublisher:
     """The aliases by base model and name. Those of models that are not served are kept but not published."""
 
     def __init__(self, epoch: float, term: int) -> None:
@@ -107,7 +107,7 @@ class AdapterRegistry:
         self._open_store = open_store
         self._store: AdapterStore
         self._event = event
-        self.catalog = CatalogPublisher(epoch, term)
+        self.catalog = AdapterCatalogPublisher(epoch, term)
         self._specs: dict[str, ModelSpec] = {}
         self._names: frozenset[str] = frozenset()
         self._tenants: tuple[str, ...] = ()

@@ -16,8 +16,8 @@ from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import AdapterRef, Heartbeat, HeartbeatResponse
 from serve.adapters.adapter_demand import AdapterDemandTracker
 from serve.adapters.adapter_registry import AdapterRegistry
-from serve.adapters.placement_loop import AdapterPlacement
-from serve.adapters.reconcile_declared import DeclaredAdapters
+from serve.adapters.placement_loop import AdapterPlacementPlans
+from serve.adapters.reconcile_declared import DeclaredAdapterReconciler
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.async_waiting import wait_at_most
 from serve.state.reconcile_errors import ModelFailures
@@ -53,9 +53,9 @@ class AdapterController:
     def __post_init__(self) -> None:
         self.changed = asyncio.Event()
         self.library = AdapterRegistry(self.open_store, self.epoch, self.event, term=self.term)
-        self.declared = DeclaredAdapters(self.library, self.state, self.monotonic)
+        self.declared = DeclaredAdapterReconciler(self.library, self.state, self.monotonic)
         self._demand = AdapterDemandTracker()
-        self._placement = AdapterPlacement(self._demand, self.slots)
+        self._placement = AdapterPlacementPlans(self._demand, self.slots)
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
         """Set the deployment; if it was just ``applied``, its adapter sources are checked for changes."""

@@ -18,7 +18,7 @@ LOAD_S = 0.25
 
 
 @dataclass(eq=False)
-class AdapterPlacement:
+class AdapterPlacementPlans:
     """The current plan of each model; ``slots`` gives the number of adapter slots of a replica."""
 
     demand: AdapterDemandTracker

@@ -30,7 +30,7 @@ class DeclarationError(NamedTuple):
     retry_at: float
 
 
-class DeclaredAdapters:
+class DeclaredAdapterReconciler:
     """Compares the declared adapters with the existing ones whenever :meth:`step` is called.
 
     Changes that users make to a declared name through the API stay until the deployment file declares

@@ -12,7 +12,7 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.adapter_catalog import Alias, CatalogVersion, served_name
 from policy.wire.heartbeat import AdapterRef
 from serve.adapters.adapter_demand import AdapterDemandTracker
-from serve.adapters.placement_loop import AdapterPlacement
+from serve.adapters.placement_loop import AdapterPlacementPlans
 
 
 class AdapterState(StrEnum):
@@ -96,7 +96,7 @@ class AdapterStatusView:
 
     replicas: Sequence[Replica]
     demand: AdapterDemandTracker
-    placement: AdapterPlacement
+    placement: AdapterPlacementPlans
     at: float
     wall: float
 

@@ -9,9 +9,9 @@ from policy.config.shared_gpus import gpu_group_of
 from policy.scaling import gpu_fault_replacement
 from policy.scaling.gpu_fault_replacement import (
     UNHEARD_S,
-    GpuHealth,
     ReplacementPlan,
     ReplacementState,
+    ReplicaGpuHealth,
     ReplicaSlot,
 )
 from policy.types import Replica, ReplicaPhase
@@ -32,7 +32,7 @@ class ReplicaReplacement:
     observed: ObservedState
     now: Callable[[], float]
     event: Callable[[str], None]
-    _health: dict[str, GpuHealth] = field(default_factory=dict, init=False)
+    _health: dict[str, ReplicaGpuHealth] = field(default_factory=dict, init=False)
     _plans: dict[str, ReplacementPlan] = field(default_factory=dict, init=False)
 
     def beat(self, beat: Heartbeat) -> None:

@@ -36,7 +36,7 @@ from serve.autoscaler.gpu_fault_replacement import ReplicaReplacement
 from serve.autoscaler.policies import PolicyInstances, make_policies
 from serve.autoscaler.step_report_subscribers import StepLine, StepSubscribers
 from serve.change_audit import ChangeAudit
-from serve.controller.live_page_state import LiveState, WorkerDetails, live_state
+from serve.controller.live_page_state import GatewayWorkerDetails, LiveState, live_state
 from serve.controller.metrics import ControllerMetrics
 from serve.controller.model_status import fleet_models, model_status
 from serve.controller.replica_liveness_probe import probe_silent
@@ -97,7 +97,7 @@ class Controller:
         self.registry = ReplicaRegistry(self._epoch, term)
         self.aggregator = SignalAggregator()
         self.subscribers = StepSubscribers()
-        self._details = WorkerDetails()
+        self._details = GatewayWorkerDetails()
         self._observed = ObservedState(
             self.registry, self._targets, lambda model: self.aggregator.drain_s(model, monotonic())
         )

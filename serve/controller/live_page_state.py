@@ -65,7 +65,7 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(eq=False)
-class WorkerDetails:
+class GatewayWorkerDetails:
     """The details that gateway workers report while somebody reads them. Instants are of one clock."""
 
     _read_at: float = -WATCHED_S
@@ -103,7 +103,7 @@ def live_state(
     decisions: Mapping[str, Decision],
     situations: Mapping[str, Situation],
     budget: ResourceBudget,
-    details: WorkerDetails,
+    details: GatewayWorkerDetails,
     at: float,
     now: float,
 ) -> LiveState:

@@ -36,7 +36,7 @@ from policy.wire.canary_request import CANARIES
 from policy.wire.controller_reports import EngineReport
 from policy.wire.headers import CANARY_HEADER, SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse
-from policy.wire.load_stream import LoadLine
+from policy.wire.load_stream import LoadReport
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.frame_server import FrameServerConnection
@@ -75,7 +75,7 @@ class EngineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     url: str = ""
     max_model_len: int | None = None
-    line: LoadLine | None = None
+    line: LoadReport | None = None
     uses: tuple[AdapterUse, ...] = ()
     engine: EngineReport | None = None
     failed: str = ""

@@ -26,7 +26,7 @@ from policy.wire.headers import (
     PREFIX_HEADER,
     SECRET_HEADER,
 )
-from policy.wire.load_stream import COALESCE_S, PROFILE, LoadLine
+from policy.wire.load_stream import COALESCE_S, PROFILE, LoadReport
 from serve.async_waiting import wait_at_most
 from serve.engine import response_guard
 from serve.engine.adapters.loader import AdapterLoader
@@ -107,7 +107,7 @@ class RequestGuard:
         self.become(ReplicaPhase.DRAINING)
         self.cut()
 
-    def line(self) -> LoadLine:
+    def line(self) -> LoadReport:
         """The current load."""
         stats = self._engine.stats()
         load = ReplicaLoad(
@@ -120,11 +120,11 @@ class RequestGuard:
             kv_used=stats.kv_used,
             tokens=stats.tokens,
         )
-        return LoadLine(
+        return LoadReport(
             state=self.state, load=load, adapters=self._engine.adapters(), refused=self._adapters.refused()
         )
 
-    async def lines(self) -> AsyncIterator[LoadLine]:
+    async def lines(self) -> AsyncIterator[LoadReport]:
         """A load line now, one after each change, and at least one per :data:`HEARTBEAT_S`."""
         while True:
             changed = self._changed

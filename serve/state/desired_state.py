@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from policy.config.deployment import Deployment, ModelSpec, Replicas
+from policy.config.deployment import Deployment, ModelSpec, ReplicaBounds
 from policy.config.engine_revision import built_shapes, digest, same_engines, used_shapes
 from policy.config.shared_gpus import gpu_group_of
 from policy.errors import NotLeader, TargetError, Unreachable
@@ -118,10 +118,10 @@ class ModelTarget(msgspec.Struct, frozen=True, kw_only=True):
         return {aim.generation for aim in (self.aim, self.fallback) if aim is not None}
 
     @property
-    def bounds(self) -> Replicas:
+    def bounds(self) -> ReplicaBounds:
         """The allowed replica counts; for a mode that was removed, only the present count."""
         mode = self.spec.modes.get(self.aim.mode)
-        return mode.bounds if mode else Replicas(min=self.aim.count, max=max(self.aim.count, 1))
+        return mode.bounds if mode else ReplicaBounds(min=self.aim.count, max=max(self.aim.count, 1))
 
     def override(self, at: float) -> ModeOverride | None:
         """The manual override in force at ``at``: one of the count comes before one of the mode."""

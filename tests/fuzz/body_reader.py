@@ -15,7 +15,7 @@ from gateway.protocol import body as bodies
 from gateway.protocol.body import AcceptedBody, BodyRules, accept, accept_large
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_splice import upstream_body
-from gateway.protocol.json_structure import PieceReader, StructureScan
+from gateway.protocol.json_structure import JsonPieceReader, StructureScan
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.restricted_features import used_features
 from gateway.protocol.validation import media
@@ -57,7 +57,7 @@ async def _read_large(raw: bytes, path: str) -> AcceptedBody:
         mock.patch.object(media, "StructureScan", partial(StructureScan, piece_bytes=16)),
         mock.patch.object(media, "_AT_ONCE", 24),
     ):
-        return await accept_large(raw, ROUTES[path], RULES, PieceReader())
+        return await accept_large(raw, ROUTES[path], RULES, JsonPieceReader())
 
 
 def check(data: bytes) -> None:

@@ -26,7 +26,7 @@ from serve.controller.client import ControllerClient
 from serve.host.version_check import installed
 from sim.calibration.experiment_design import CalibrationPoint, PlannedPoints, plan_points, share_time
 from sim.calibration.fit import LoadPointObservation, fit_model, initial_guess
-from tidegate.calibrate.load_driver import LoadDriver
+from tidegate.calibrate.load_driver import CalibrationLoad
 from tidegate.replay.endpoint_api import RequestFormat, probe
 from tidegate.replay.http_client import ReplayConnectionPool
 from tidegate.replay.prompts import PromptGenerator
@@ -245,7 +245,7 @@ class CalibrationRun:
         request_format, fit = await probe(pool, RequestFormat(subject.spec.name), self.seed)
         if not request_format.exact:
             self.warn("the engine takes no `ignore_eos`: answers are as long as the model makes them")
-        driver = LoadDriver(pool, request_format, PromptGenerator(self.seed, fit))
+        driver = CalibrationLoad(pool, request_format, PromptGenerator(self.seed, fit))
         for point in WARM_UP:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
         await self._wait_until_settled()

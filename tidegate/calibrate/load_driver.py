@@ -32,7 +32,7 @@ class DriveResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoadDriver:
+class CalibrationLoad:
     """Drives one endpoint, with prompts that share no prefix, so that no cache helps."""
 
     pool: ReplayConnectionPool

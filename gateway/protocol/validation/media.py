@@ -19,7 +19,7 @@ from gateway.protocol.json_structure import (
     MAX_DEPTH,
     BoundExceeded,
     JsonMember,
-    PieceReader,
+    JsonPieceReader,
     StructureScan,
     name_of,
 )
@@ -110,7 +110,7 @@ class MediaCheck:
                     elif kind == _OPEN:
                         self.walk(item, level + 1)
 
-    async def walk_large(self, raw: bytes, span: JsonMember, pieces: PieceReader, level: int = 0) -> None:
+    async def walk_large(self, raw: bytes, span: JsonMember, pieces: JsonPieceReader, level: int = 0) -> None:
         """As :meth:`walk`, of the value at ``span`` of ``raw``, which may have any size."""
         value = _at(raw, span)
         kind = raw[span.begin]
@@ -144,7 +144,7 @@ class MediaCheck:
         if value is not ABSENT and memoryview(value)[0] in _NESTS:
             self.walk(value, level + 1)
 
-    async def _large_part(self, raw: bytes, span: JsonMember, pieces: PieceReader, level: int) -> None:
+    async def _large_part(self, raw: bytes, span: JsonMember, pieces: JsonPieceReader, level: int) -> None:
         self._bound(1, level)
         fields = await self._fields(raw, span, pieces)
         inner = [fields[name] for name in ("content", "output") if name in fields]
@@ -160,14 +160,14 @@ class MediaCheck:
             if raw[each.begin] in _NESTS:
                 await self.walk_large(raw, each, pieces, level + 1)
 
-    async def _members(self, raw: bytes, span: JsonMember, pieces: PieceReader) -> list[JsonMember]:
+    async def _members(self, raw: bytes, span: JsonMember, pieces: JsonPieceReader) -> list[JsonMember]:
         scan = StructureScan(raw, MAX_DEPTH, MAX_MESSAGES, begin=span.begin, end=span.end)
         try:
             return await pieces.members(scan)
         except BoundExceeded as bound:
             raise Refused(Refusal.BAD_REQUEST, f"{self._name} {bound}.", param=self._name) from None
 
-    async def _fields(self, raw: bytes, span: JsonMember, pieces: PieceReader) -> dict[str, JsonMember]:
+    async def _fields(self, raw: bytes, span: JsonMember, pieces: JsonPieceReader) -> dict[str, JsonMember]:
         return {name_of(each.name): each for each in await self._members(raw, span, pieces)}
 
     def _bound(self, count: int, level: int) -> None:

@@ -71,7 +71,7 @@ class EventTemplates:
         )
 
 
-class AnswerEvents:
+class AnswerEventTemplates:
     """The events of one answer. ``first`` begins it, ``before`` and ``after`` stand around each text."""
 
     def __init__(self, templates: EventTemplates, answer: bytes, created: bytes) -> None:

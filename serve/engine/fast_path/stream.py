@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from serve.engine.fast_path.event_templates import AnswerEvents, AnswerKind, RecordedAnswer, usage_of
+from serve.engine.fast_path.event_templates import AnswerEventTemplates, AnswerKind, RecordedAnswer, usage_of
 from serve.engine.fast_path.output_iterator import EngineOutputs
 from serve.engine.interface import ResponseWriter
 
@@ -63,7 +63,7 @@ class StreamedAnswer:
         self._id = _encode(answer_id)
         self._created = created
         # Without vLLM's generator.
-        self._own: AnswerEvents | None = None
+        self._own: AnswerEventTemplates | None = None
         self._recorded: RecordedAnswer | None = None
         if kind is not None and self._templates is None:
             self._recorded = RecordedAnswer(self._id, self._key, skip_empty)
@@ -191,7 +191,7 @@ class StreamedAnswer:
             text = state.detokenizer.get_next_output_text(reason is not None, True)
             events, own = b"", self._own
             if own is None:
-                self._own = own = AnswerEvents(templates, self._id, b"%d" % self._created)
+                self._own = own = AnswerEventTemplates(templates, self._id, b"%d" % self._created)
                 self._before, self._after, events = own.before, own.after, own.first
                 self._begun = True
                 self._writer.start(200, list(HEADERS))

@@ -168,7 +168,7 @@ def run_events(
     )
 
 
-class FleetSize(NamedTuple):
+class ReplicasAndSlots(NamedTuple):
     """The number of replicas, and of adapter slots of each."""
 
     replicas: int
@@ -192,7 +192,7 @@ NAMES = tuple(_POLICIES)
 
 def compare_seeds(
     asked: AdapterTraffic,
-    fleet: FleetSize,
+    fleet: ReplicasAndSlots,
     seeds: int,
     progress: Callable[[str, int], None] = lambda name, sent: None,
 ) -> list[PlacementComparison]:
@@ -201,7 +201,9 @@ def compare_seeds(
 
 
 def compare(
-    asked: AdapterTraffic, fleet: FleetSize, progress: Callable[[str, int], None] = lambda name, sent: None
+    asked: AdapterTraffic,
+    fleet: ReplicasAndSlots,
+    progress: Callable[[str, int], None] = lambda name, sent: None,
 ) -> PlacementComparison:
     """Simulate every policy on the same arrivals; ``progress`` gets a policy's name and requests sent."""
     found = profile(PROFILE)

@@ -106,7 +106,7 @@ class AgentRunResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
-class SessionNeeds(NamedTuple):
+class SessionResourceCost(NamedTuple):
     """What the sessions of a workload need: machine seconds, and token-seconds of KV cache per session."""
 
     machine_s: float
@@ -122,7 +122,7 @@ def sessions(setup: AgentBenchmarkSetup, rate: float, seed: int) -> list[Arrival
 
 
 @lru_cache(maxsize=4)
-def needs(setup: AgentBenchmarkSetup, model: EngineModel) -> SessionNeeds:
+def needs(setup: AgentBenchmarkSetup, model: EngineModel) -> SessionResourceCost:
     """Measured on a sample of some sessions."""
     sample = sessions(setup, SAMPLE / setup.duration_s, 0)
     begun = sum(not arrival.follows for arrival in sample)
@@ -132,7 +132,7 @@ def needs(setup: AgentBenchmarkSetup, model: EngineModel) -> SessionNeeds:
         step_s = model.step_time(SEATS, SEATS * arrival.input_tokens, SEATS)
         machine_s += arrival.output_tokens * step_s / SEATS + uncached * model.c
         token_s += arrival.input_tokens * (arrival.output_tokens * step_s + arrival.think_s)
-    return SessionNeeds(machine_s / begun, token_s / begun)
+    return SessionResourceCost(machine_s / begun, token_s / begun)
 
 
 def least_computed(arrivals: Iterable[Arrival]) -> list[int]:

@@ -43,7 +43,7 @@ CAREFUL_TO_THRIFTY: tuple[dict[str, float], ...] = (
 )
 
 
-class SaturatedReplica(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaAtCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """One replica at its capacity: ``at_once`` requests running or waiting on average, ``kv_used`` (0..1) of
     its KV cache in use. Static counts are swept from ``least`` to ``most``.
     """
@@ -54,7 +54,7 @@ class SaturatedReplica(msgspec.Struct, frozen=True, kw_only=True):
     most: int
 
 
-def ladder(name: str, full: SaturatedReplica) -> tuple[Choice, ...]:
+def ladder(name: str, full: ReplicaAtCapacity) -> tuple[Choice, ...]:
     """The settings of the built-in policy ``name``, from careful to thrifty; raises :class:`KeyError`."""
     counts = np.unique(np.linspace(full.least, full.most, len(PARTS)).round().astype(int))
     concurrency = [part * full.at_once for part in PARTS]
@@ -92,7 +92,7 @@ class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
 
     mu: float
     factor: float
-    full: SaturatedReplica
+    full: ReplicaAtCapacity
 
 
 def size_of(setup: PolicyBenchmarkSetup, lead_s: float) -> ReplicaSize:
@@ -119,7 +119,7 @@ def size_of(setup: PolicyBenchmarkSetup, lead_s: float) -> ReplicaSize:
 
 def _full(
     setup: PolicyBenchmarkSetup, lead_s: float, mu: float, sized: tuple[float, float], seed: int
-) -> SaturatedReplica:
+) -> ReplicaAtCapacity:
     """The state of replicas at their capacity, on as many of the same requests.
 
     ``sized`` are the factor of the load and the replicas that the plan has for it.
@@ -137,7 +137,7 @@ def _full(
     tokens = requests.input_tokens[served] + requests.output_tokens[served] / 2
     limits = profile(setup.profile).limits(1)
     replica_s = count * record.ends_at
-    return SaturatedReplica(
+    return ReplicaAtCapacity(
         at_once=float(requests.e2e_s[served].sum()) / replica_s,
         kv_used=min(1.0, float((there_s * tokens).sum()) / replica_s / limits.kv_tokens),
         least=max(1, round(LEAST * planned)),

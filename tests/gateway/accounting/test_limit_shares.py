@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.accounting.limit_shares import LOOK_EVERY_S, LimitLeaseKeeper
-from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.principal import Principal, WorkerTenant
 from gateway.intake.rate_limiter import RateLimiter
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits
 from gateway.protocol.errors import Refused
@@ -21,7 +21,7 @@ from tests.clock import Clock
 pytestmark = pytest.mark.slow
 
 LIMIT = 600
-WHO = Principal(TenantAccount("web", b""), "key-1", (AccessPolicy(), AccessPolicy(rpm_limit=LIMIT)))
+WHO = Principal(WorkerTenant("web", b""), "key-1", (AccessPolicy(), AccessPolicy(rpm_limit=LIMIT)))
 
 
 class Host:

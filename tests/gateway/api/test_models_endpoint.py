@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.api.models_response import CARDS_A_TURN, KEPT, ModelsResponse, adapter_card
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.principal import Principal, WorkerTenant
 from gateway.routing.discovered_server import external_replica
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
@@ -35,7 +35,7 @@ DOCUMENT = Deployment(
         ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",)),
     )
 )
-ANYONE, WEB, SHOP = (Principal(TenantAccount(name, b"")) for name in ("", "web", "shop"))
+ANYONE, WEB, SHOP = (Principal(WorkerTenant(name, b"")) for name in ("", "web", "shop"))
 
 
 class Site:
@@ -123,7 +123,7 @@ async def test_a_list_follows_the_catalog_and_the_fleet(site: Site) -> None:
 
 
 async def test_an_adapter_is_encoded_again_only_if_it_or_its_model_changed(site: Site) -> None:
-    tenants = [Principal(TenantAccount(f"tenant-{i}", b"")) for i in range(2 * KEPT)]
+    tenants = [Principal(WorkerTenant(f"tenant-{i}", b"")) for i in range(2 * KEPT)]
     aliases = [alias(f"adapter-{i}", OLD) for i in range(100)]
     aliases += [alias(f"own-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(2 * KEPT)]
     site.publish(*aliases)
@@ -196,7 +196,7 @@ async def test_a_list_that_could_not_be_made_is_made_again(site: Site) -> None:
 async def test_the_number_of_cached_lists_is_bounded(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(10 * KEPT)))
     for i in range(10 * KEPT):
-        assert (await site.ids(Principal(TenantAccount(f"tenant-{i}", b""))))[3:] == [f"adapter-{i}"]
+        assert (await site.ids(Principal(WorkerTenant(f"tenant-{i}", b""))))[3:] == [f"adapter-{i}"]
     assert len(site.listing._made) <= KEPT
 
 

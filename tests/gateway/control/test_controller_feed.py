@@ -12,7 +12,7 @@ import pytest
 
 from gateway.control.controller_feed import CatalogDecoder, catalog_feed
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.principal import Principal, WorkerTenant
 from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import AdaptersConfig, Deployment, ModelSpec
 from policy.wire.adapter_catalog import Alias
@@ -45,7 +45,7 @@ class Site:
         self.source.receive(msgspec.json.encode(catalog))
 
     def has(self, name: str) -> bool:
-        return self.view.resolve(name, Principal(TenantAccount("", b"")), None) is not None
+        return self.view.resolve(name, Principal(WorkerTenant("", b"")), None) is not None
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from gateway.http.http1_client import (
     UpstreamConnection,
     is_local_fault,
 )
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse_validator import ChatValidator
 from gateway.protocol.usage import TokenUsage
@@ -259,7 +259,7 @@ async def test_a_client_that_catches_up_does_not_resume_the_next_requests_connec
 
 @pytest.mark.parametrize("ends", ["as JSON", "as none", "when its client left"])
 async def test_large_answers_are_checked_in_turns_of_their_own(ends: str) -> None:
-    pieces, checked, clients = PieceReader(), list[int](), [Client() for _ in range(6)]
+    pieces, checked, clients = JsonPieceReader(), list[int](), [Client() for _ in range(6)]
     asked, lines = [], []
     for client in clients:
         line = idle_line()

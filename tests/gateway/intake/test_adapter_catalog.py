@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.principal import Principal, WorkerTenant
 from policy.config.deployment import AdaptersConfig, Deployment, ModelSpec
 from policy.hashing import hash_name
 from policy.types import EngineKind
@@ -19,7 +19,7 @@ from policy.wire.adapter_catalog import CatalogSnapshot
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
-ANYONE, WEB, SHOP, ADMIN = (Principal(TenantAccount(name, b"")) for name in ("", "web", "shop", "boss"))
+ANYONE, WEB, SHOP, ADMIN = (Principal(WorkerTenant(name, b"")) for name in ("", "web", "shop", "boss"))
 ADMIN.account.admin = True
 MODELS = (
     ModelSpec(name="alpha", adapters=AdaptersConfig()),
@@ -104,7 +104,7 @@ def test_a_split_follows_its_weights_and_keeps_each_client_where_it_is() -> None
     first = [digest(made, "sql", WEB, session) for session in sessions]
     assert first == [digest(made, "alpha:sql", SHOP, session) for session in sessions]
     assert 0.03 < Counter(first)["alpha/b"] / len(first) < 0.07
-    tenants = [Principal(TenantAccount(f"tenant-{i}", b"")) for i in range(2000)]
+    tenants = [Principal(WorkerTenant(f"tenant-{i}", b"")) for i in range(2000)]
     by_tenant = [digest(made, "sql", tenant) for tenant in tenants]
     assert by_tenant == [digest(made, "sql", tenant) for tenant in tenants]
     assert 0.03 < Counter(by_tenant)["alpha/b"] / len(by_tenant) < 0.07

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.intake.authentication import ACCOUNTS_A_TURN, TenantDirectory
-from gateway.intake.principal import TenantAccount
+from gateway.intake.principal import WorkerTenant
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import TokenUsage
 from gateway.routing.shared_counters import LOCAL, SharedRows
@@ -38,7 +38,7 @@ def tenants(*entries: dict[str, Any]) -> TenantDirectory:
     return found
 
 
-def account_of(found: TenantDirectory, headers: dict[bytes, bytes]) -> TenantAccount:
+def account_of(found: TenantDirectory, headers: dict[bytes, bytes]) -> WorkerTenant:
     return found.of(headers).account
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gateway.intake.limit_headers import duration
-from gateway.intake.principal import Principal, TenantAccount
+from gateway.intake.principal import Principal, WorkerTenant
 from gateway.intake.rate_limiter import DESCRIBED_A_TURN, RateLimiter, RequestReservation
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits, subject_key
 from gateway.protocol.errors import Refused
@@ -50,7 +50,7 @@ def host(tmp_path: Path) -> Host:
 
 
 def principal(key: AccessPolicy | None = None, tenant: AccessPolicy | None = None) -> Principal:
-    return Principal(TenantAccount("web", b""), "key-1", (tenant or AccessPolicy(), key or AccessPolicy()))
+    return Principal(WorkerTenant("web", b""), "key-1", (tenant or AccessPolicy(), key or AccessPolicy()))
 
 
 def admitted(
@@ -317,7 +317,7 @@ async def test_many_limits_are_described_over_several_turns(host: Host) -> None:
         return host.clock.now
 
     worker = RateLimiter(SharedLimits(host.path, 2, host.clock), clock, host.wall)
-    account = TenantAccount("web", b"")
+    account = WorkerTenant("web", b"")
     access = (AccessPolicy(rpm_limit=1000), AccessPolicy(rpm_limit=1))
     callers = [Principal(account, f"key-{i}", access) for i in range(3 * DESCRIBED_A_TURN)]
     for each in callers:
@@ -338,7 +338,7 @@ def test_where_more_are_in_use_than_slots_the_least_used_are_forgotten(tmp_path:
     limits = AccessPolicy(rpm_limit=5)
 
     def of(number: int) -> Principal:
-        return Principal(TenantAccount("web", b""), f"key-{number}", (AccessPolicy(), limits))
+        return Principal(WorkerTenant("web", b""), f"key-{number}", (AccessPolicy(), limits))
 
     # All of them want slots near those of the first.
     near = subject_key("key-0", is_key=True) % 16_384
@@ -397,7 +397,7 @@ def test_a_beat_ends_in_time_and_the_next_one_goes_on(tmp_path: Path) -> None:
     shown: set[int] = set()
     clock = TickingClock()
     limiter = RateLimiter(SharedLimits(tmp_path / "rows", 0, Clock()), clock)
-    account = TenantAccount("web", b"")
+    account = WorkerTenant("web", b"")
     names = [f"key-{i}" for i in range(12)]
     for name in names:
         limiter.admit(Principal(account, name, (AccessPolicy(), AccessPolicy(rpm_limit=60))), 1, 0)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from gateway.protocol.body import MAX_DECODED, AcceptedBody, BodyRules, accept, accept_large
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.paths import ROUTES
 
 
@@ -19,4 +19,4 @@ def accepted_body(
     rules = rules or BodyRules()
     if len(raw) <= MAX_DECODED:
         return accept(raw, ROUTES[path], rules)
-    return asyncio.run(accept_large(raw, ROUTES[path], rules, PieceReader()))
+    return asyncio.run(accept_large(raw, ROUTES[path], rules, JsonPieceReader()))

@@ -15,14 +15,14 @@ from gateway.protocol.body import MAX_MEMBERS, RequestBody, read, read_large
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import RAW_FIELDS, SCALARS
 from gateway.protocol.json_splice import upstream_body
-from gateway.protocol.json_structure import MAX_GAP_BYTES, PieceReader
+from gateway.protocol.json_structure import MAX_GAP_BYTES, JsonPieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.validation.engine_work_limits import MAX_FIELD
 from tests.gateway.protocol.test_json_splice import bodies
 
 
 def large(raw: bytes) -> RequestBody:
-    return asyncio.run(read_large(raw, PieceReader()))
+    return asyncio.run(read_large(raw, JsonPieceReader()))
 
 
 def same(raw: bytes) -> None:

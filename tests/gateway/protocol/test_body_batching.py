@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gateway.protocol import body as bodies
 from gateway.protocol.body import MAX_DECODED
 from gateway.protocol.body_batching import SubRequest, join, split, sub_request_of
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.paths import ROUTES
 from policy.config.deployment import CoalesceConfig
 from policy.types import Runner
@@ -111,7 +111,7 @@ async def test_an_answer_is_split_by_index_in_any_order(indent: int | None) -> N
     """A large one is read in pieces."""
     answer = {"id": "embd-SHARED", "data": [item(2), item(0), item(1)], "usage": {"prompt_tokens": 9}}
     whole = json.dumps(answer, indent=indent).encode()
-    parts = await split(whole, two(), b"SHARED", [b"one", b"other"], PieceReader())
+    parts = await split(whole, two(), b"SHARED", [b"one", b"other"], JsonPieceReader())
     one, other = map(json.loads, parts)
     assert one == {"id": "embd-one", "data": [item(0)], "usage": {"prompt_tokens": 4}}
     assert other["id"] == "embd-other"
@@ -125,7 +125,7 @@ async def test_an_answer_without_usage_is_split_without(usage: Any) -> None:
     answer: dict[str, Any] = {"data": [item(0), item(1), item(2)]}
     if usage is not ...:
         answer["usage"] = usage
-    parts = await split(json.dumps(answer).encode(), two(), b"S", [b"o", b"t"], PieceReader())
+    parts = await split(json.dumps(answer).encode(), two(), b"S", [b"o", b"t"], JsonPieceReader())
     for part in map(json.loads, parts):
         assert set(part) == set(answer)
         assert part.get("usage") is None
@@ -147,7 +147,7 @@ DATA: tuple[Any, ...] = (
 )
 async def test_an_answer_that_does_not_fit_is_not_split(answer: bytes) -> None:
     with pytest.raises(ValueError):
-        await split(answer, two(), b"S", [b"o", b"t"], PieceReader())
+        await split(answer, two(), b"S", [b"o", b"t"], JsonPieceReader())
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -173,7 +173,9 @@ async def same_as_alone(client: httpx.AsyncClient, path: str, bodies_: list[dict
     assert len(shares) == len(bodies_)
     whole = await ask(client, path, join(shares), "shared")
     ids = [f"own-{i}".encode() for i in range(len(bodies_))]
-    parts = [msgspec.json.decode(part) for part in await split(whole, shares, b"shared", ids, PieceReader())]
+    parts = [
+        msgspec.json.decode(part) for part in await split(whole, shares, b"shared", ids, JsonPieceReader())
+    ]
     used = [part.pop("usage") for part in parts]
     spent = msgspec.json.decode(whole)["usage"]
     for name in used[0]:

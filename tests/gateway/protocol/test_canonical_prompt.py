@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
 from gateway.protocol.canonical_prompt import FIRST_BYTES, MAX_ENDS_OF_MESSAGES, canonical_prompt
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_features import BytesPerToken, PromptFeatures, seed_of
 from serve.engine.sim.chat_template import (
@@ -185,7 +185,7 @@ def test_a_text_as_input_is_no_conversation() -> None:
 
 async def test_a_body_read_in_pieces_has_the_same_fingerprint() -> None:
     *_, raw = claude_code(12)
-    large = await bodies.read_large(raw, PieceReader())
+    large = await bodies.read_large(raw, JsonPieceReader())
     prompt = canonical_prompt(large, ROUTES[MESSAGES], raw)
     found, same = BytesPerToken().read(SEED, prompt, None, 1), read(MESSAGES, raw)
     assert all(getattr(found, name) == getattr(same, name) for name in PromptFeatures.__slots__)

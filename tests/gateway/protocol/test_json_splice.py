@@ -14,7 +14,7 @@ from gateway.protocol.body import read
 from gateway.protocol.json_decoders import ABSENT
 from gateway.protocol.json_splice import (
     JsonEdit,
-    UpstreamBody,
+    UpstreamRequestBody,
     force_usage,
     locate,
     set_member,
@@ -120,11 +120,11 @@ def test_edits_that_overlap_are_refused() -> None:
 SALT = b'"5a17"'
 
 
-def out(raw: bytes, salt: bytes = SALT, path: str = "/v1/chat/completions") -> UpstreamBody:
+def out(raw: bytes, salt: bytes = SALT, path: str = "/v1/chat/completions") -> UpstreamRequestBody:
     return upstream_body(ROUTES[path], read(raw), raw, salt)
 
 
-def joined(sent: UpstreamBody) -> bytes:
+def joined(sent: UpstreamRequestBody) -> bytes:
     whole = sent.parts if isinstance(sent.parts, bytes) else b"".join(sent.parts)
     assert len(whole) == sent.size
     return whole

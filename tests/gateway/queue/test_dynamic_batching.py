@@ -18,7 +18,7 @@ from gateway.intake.usage_journal import UsageCharge
 from gateway.protocol import body as bodies
 from gateway.protocol.body_batching import sub_request_of
 from gateway.protocol.errors import Refused
-from gateway.protocol.json_structure import PieceReader
+from gateway.protocol.json_structure import JsonPieceReader
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import TokenUsage
 from gateway.queue.dynamic_batching import DynamicBatcher
@@ -44,7 +44,7 @@ class Site:
         self.metrics = WorkerMetrics()
         self.logged = io.StringIO()
         self.coalescer = DynamicBatcher(
-            self._deliver, self.metrics, StructuredLog(0, self.logged), PieceReader()
+            self._deliver, self.metrics, StructuredLog(0, self.logged), JsonPieceReader()
         )
         self.journal: Any = SimpleNamespace(take=lambda charge: False)
         self.bounds = CoalesceConfig(**{"window_s": 0.02, **bounds})

@@ -27,7 +27,7 @@ from policy.hashing import hash_name
 from policy.routing.replica_health import AttemptResult
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EngineKind, FleetSnapshot, Model, Replica, ReplicaLoad, ReplicaPhase, Runner
-from policy.wire.load_stream import CachedPrefix, LoadLine
+from policy.wire.load_stream import CachedPrefix, LoadReport
 from tests.gateway.fake_replica import ready_replica
 
 MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)
@@ -206,7 +206,7 @@ def test_a_replaced_process_resets_cache_and_breaker() -> None:
 
 
 def test_reported_prefixes_reach_the_listener() -> None:
-    lines: list[LoadLine] = []
+    lines: list[LoadReport] = []
     one = handle(events=FleetListeners(prefixes=lambda model, key, line: lines.append(line)))
     one.count(b'{"state":"ready","load":{"at":1},"prefixes":[18446744073709551615,1]}', 1.0)
     one.count(READY, 2.0)

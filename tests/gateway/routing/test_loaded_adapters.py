@@ -9,7 +9,7 @@ from weakref import WeakSet, ref
 import pytest
 
 from gateway.routing.fleet_listeners import FleetListeners
-from gateway.routing.loaded_adapters import FAILED_S, LoadedAdapters
+from gateway.routing.loaded_adapters import FAILED_S, ReplicaAdapters
 from gateway.routing.replica_handle import ReplicaHandle
 from tests.gateway.fake_replica import ready_replica
 
@@ -28,13 +28,13 @@ class Clock:
 
 
 def test_replicas_load_adapters_on_demand_and_external_servers_do_not() -> None:
-    ours, theirs = LoadedAdapters((), loads=True), LoadedAdapters(("sql",), loads=False)
+    ours, theirs = ReplicaAdapters((), loads=True), ReplicaAdapters(("sql",), loads=False)
     assert ours.serves("sql") and ours.serves("")
     assert theirs.serves("sql") and theirs.serves("") and not theirs.serves("chat")
 
 
 def test_adapters_reported_as_failed_are_not_served() -> None:
-    ours = LoadedAdapters((), loads=True)
+    ours = ReplicaAdapters((), loads=True)
     assert ours.update(("chat",), ("sql",))
     assert not ours.serves("sql") and ours.serves("chat") and ours.serves("new")
     assert ours.refusing == {"sql"} and ours.loaded == {"chat"}
@@ -43,7 +43,7 @@ def test_adapters_reported_as_failed_are_not_served() -> None:
 
 
 def test_update_reports_whether_the_lists_changed() -> None:
-    ours = LoadedAdapters((), loads=True)
+    ours = ReplicaAdapters((), loads=True)
     assert not ours.update((), ())
     assert ours.update(("a",), ())
     assert not ours.update(("a",), ())
@@ -54,7 +54,7 @@ def test_update_reports_whether_the_lists_changed() -> None:
 
 def test_a_failed_adapter_is_avoided_for_a_while() -> None:
     clock = Clock()
-    ours = LoadedAdapters((), loads=True, clock=clock)
+    ours = ReplicaAdapters((), loads=True, clock=clock)
     ours.failed("sql")
     ours.update(("chat",), ())
     assert not ours.serves("sql") and ours.refusing == {"sql"}
@@ -64,7 +64,7 @@ def test_a_failed_adapter_is_avoided_for_a_while() -> None:
 
 def test_old_load_failures_are_dropped() -> None:
     clock = Clock()
-    ours = LoadedAdapters((), loads=True, clock=clock)
+    ours = ReplicaAdapters((), loads=True, clock=clock)
     held: WeakSet[Name] = WeakSet()
     for i in range(1000):
         name = Name(f"adapter-{i}")
@@ -76,7 +76,7 @@ def test_old_load_failures_are_dropped() -> None:
 
 def test_a_replaced_process_resets_load_failures() -> None:
     clock = Clock()
-    ours = LoadedAdapters((), loads=True, clock=clock)
+    ours = ReplicaAdapters((), loads=True, clock=clock)
     ours.update((), ("chat",))
     ours.failed("sql")
     ours.forget()
@@ -111,7 +111,7 @@ async def test_a_failure_reports_its_adapter_alone_and_visits_no_others() -> Non
 
 def test_an_adapter_that_failed_again_is_avoided_from_then_on() -> None:
     clock, chat = Clock(), Name("chat")
-    ours, held = LoadedAdapters((), loads=True, clock=clock), ref(chat)
+    ours, held = ReplicaAdapters((), loads=True, clock=clock), ref(chat)
     ours.failed("sql")
     clock.now += FAILED_S / 2
     ours.failed(chat)
@@ -129,7 +129,7 @@ def test_an_adapter_that_failed_again_is_avoided_from_then_on() -> None:
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_adapters_are_dropped_together_as_they_are_served_one_by_one(*, loads: bool) -> None:
-    adapters = LoadedAdapters(["a", "b"], loads=loads, clock=Clock())
+    adapters = ReplicaAdapters(["a", "b"], loads=loads, clock=Clock())
     names = {"", "a", "b", "c", "d"}
     for change in (lambda: None, lambda: adapters.update(["b"], ["c"]), lambda: adapters.failed("d")):
         change()

@@ -22,7 +22,7 @@ from policy.request import Request
 from policy.routing.cost import CostEstimate
 from policy.routing.engine_prefix_index import PrefixIndexUpdate
 from policy.types import ReplicaLoad, ReplicaPhase
-from policy.wire.load_stream import CachedPrefix, LoadLine
+from policy.wire.load_stream import CachedPrefix, LoadReport
 from tests.gateway.fake_replica import ready_replica
 from tests.gateway.telemetry.test_metrics import samples
 
@@ -127,14 +127,14 @@ async def test_workers_of_a_host_route_a_prefix_to_one_replica() -> None:
 async def test_prefixes_reported_by_a_replica_are_routed_to_it() -> None:
     here, model = routes(), served()
     there = model.handles[2]
-    line = LoadLine(state=ReplicaPhase.READY, load=ReplicaLoad(at=0.0), prefixes=CHAIN)
+    line = LoadReport(state=ReplicaPhase.READY, load=ReplicaLoad(at=0.0), prefixes=CHAIN)
     here.learn_prefixes("m", there.view.key, line)
     assert send(here, model, prompt())[0] is there
     here.forget("m", there.view.key)
     chosen = choose(here, model, prompt())
     assert chosen is not None and chosen.uncached == 1040
     first = CachedPrefix(CHAIN[0], 480)
-    exact = LoadLine(state=ReplicaPhase.READY, load=ReplicaLoad(at=0.0), reset=True, held=(first,))
+    exact = LoadReport(state=ReplicaPhase.READY, load=ReplicaLoad(at=0.0), reset=True, held=(first,))
     here.learn_prefixes("m", there.view.key, exact)
     chosen = choose(here, model, prompt())
     assert chosen is not None and (chosen.uncached, chosen.cached) == (560, 480)

@@ -20,7 +20,7 @@ from gateway.protocol.usage import TokenUsage
 from gateway.request_context import RequestContext
 from gateway.telemetry import workload_capture_publisher as capturing
 from gateway.telemetry.workload_capture_publisher import LIMITS, BufferLimits, CapturePublisher, CaptureRow
-from gateway.telemetry.workload_capture_subscriber import Pseudonyms, Subscribers
+from gateway.telemetry.workload_capture_subscriber import CaptureSubscribers, Pseudonyms
 from policy.request import Request
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import Exchange, stream
@@ -68,7 +68,7 @@ class Site:
         self.place = place
         self.workers = [CapturePublisher(place, kept), CapturePublisher(place, kept)]
         # No worker has to be waited for.
-        self.listeners = Subscribers(place, density, behind, settle_s=0.0)
+        self.listeners = CaptureSubscribers(place, density, behind, settle_s=0.0)
         self.lines = self.listeners.lines()
 
     async def listen(self) -> None:

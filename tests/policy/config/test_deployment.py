@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from policy.config.deployment import Deployment, Replicas
+from policy.config.deployment import Deployment, ReplicaBounds
 from policy.config.media_hosts import allowed_hosts
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TargetError
@@ -73,7 +73,8 @@ REFUSED: Rows = [
     ("models[0].env", {"VLLM_SERVER_DEV_MODE": "1"}, "does not guard", ".VLLM_SERVER_DEV_MODE"),
     ("models[0].env", {"A": 1}, "str", ".A"), ("models[0].control.mode.drain_timeout_s", 0, "> 0"),
     ("models[0].control.start_timeout_s", "soon", "float"),
-    *(("tracing.endpoint", url, "OTLP over HTTP") for url in ("127.0.0.1:4318", "http://h:4318?a", "grpc://h:1")),
+    *(("tracing.endpoint", url, "OTLP over HTTP") for url in ("127.0.0.1:4318", "http://h:4318?a",
+        "grpc://h:1")),
     ("tracing.sample_ratio", 1.5, "<= 1"), ("tracing.max_rate", 0, ">= 1"), ("tracing.slow_s", 0, "> 0"),
     ("budget.cpus", 1, "budget.cpus = 1", "models[0].shapes.large.cpus"),
     ("budget.gpu", 1, "did you mean 'gpus'"),
@@ -341,8 +342,8 @@ def test_a_valid_document_is_parsed() -> None:
     deployment = parse(GOOD)
     spec = deployment.model("m")
     assert spec.first_mode == "single-large"
-    assert spec.modes["single-large"].bounds == Replicas(min=1, max=1)
-    assert spec.modes["multi-replica"].bounds == Replicas(min=1, max=2)
+    assert spec.modes["single-large"].bounds == ReplicaBounds(min=1, max=1)
+    assert spec.modes["multi-replica"].bounds == ReplicaBounds(min=1, max=2)
     assert deployment.needs_controller
     assert not parse(EXTERNAL).needs_controller
     with pytest.raises(TargetError, match="this deployment has m"):

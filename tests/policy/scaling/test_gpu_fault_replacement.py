@@ -19,9 +19,9 @@ XID, SLOW = (
 )
 
 
-def health(*reasons: tuple[float, int]) -> replacement.GpuHealth:
+def health(*reasons: tuple[float, int]) -> replacement.ReplicaGpuHealth:
     """The health after reports of reasons for slow clocks, with their instants."""
-    found: replacement.GpuHealth | None = None
+    found: replacement.ReplicaGpuHealth | None = None
     for at, bits in reasons:
         found = observe(found, GpuReport(watts=300, reasons=bits), at)
     assert found is not None

@@ -18,7 +18,7 @@ from policy.wire.controller import AddAdapterLine, AddAdapterRequest
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, HeartbeatResponse
 from serve.adapters import api
 from serve.adapters.adapter_demand import AdapterDemandTracker
-from serve.adapters.placement_loop import AdapterPlacement
+from serve.adapters.placement_loop import AdapterPlacementPlans
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
 from serve.controller.client import ControllerClient
 from serve.state import versioned_watch
@@ -281,7 +281,7 @@ def test_interrupted_stream_is_unreachable() -> None:
 
 def test_instants_of_the_api_are_unix_seconds() -> None:
     demand = AdapterDemandTracker()
-    placing = AdapterPlacement(demand, lambda replica: 1)
+    placing = AdapterPlacementPlans(demand, lambda replica: 1)
     digest = digest_of("/a")
     used = AdapterUse(name="sql", digest=digest, requests=1, failed="why")
     demand.note(Heartbeat(replica=replica("r1"), uses=(used,)), 7.0)

@@ -14,7 +14,7 @@ from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import AddAdapterRequest
 from serve.adapters.adapter_registry import AdapterRegistry
-from serve.adapters.reconcile_declared import RETRY, DeclaredAdapters
+from serve.adapters.reconcile_declared import RETRY, DeclaredAdapterReconciler
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore, digest_of, unreachable
 from tests.serve.sim_documents import deployment, sim_model
@@ -30,14 +30,14 @@ class Reconciler:
     store: FakeAdapterStore = field(init=False)
     now: float = 0.0
     library: AdapterRegistry = field(init=False)
-    declaring: DeclaredAdapters = field(init=False)
+    declaring: DeclaredAdapterReconciler = field(init=False)
 
     def __post_init__(self) -> None:
         self.store = FakeAdapterStore(self.state.root)
 
     async def restart(self, *sources: dict[str, Any]) -> Reconciler:
         self.library = AdapterRegistry(lambda: self.store, 5.0, lambda text: None)
-        self.declaring = DeclaredAdapters(self.library, self.state, lambda: self.now)
+        self.declaring = DeclaredAdapterReconciler(self.library, self.state, lambda: self.now)
         self.declare(sources, applied=False)
         await self.library.open()
         return await self.settle()
@@ -251,7 +251,9 @@ async def test_a_name_undeclared_while_no_controller_ran_is_removed(reconciler: 
 async def test_the_last_source_is_served_if_it_changes_during_an_import(reconciler: Reconciler) -> None:
     reconciler.store.gate.clear()
     reconciler.library = AdapterRegistry(lambda: reconciler.store, 5.0, lambda text: None)
-    reconciler.declaring = DeclaredAdapters(reconciler.library, reconciler.state, lambda: reconciler.now)
+    reconciler.declaring = DeclaredAdapterReconciler(
+        reconciler.library, reconciler.state, lambda: reconciler.now
+    )
     reconciler.declare((source(),), applied=False)
     await reconciler.library.open()
     await reconciler.declaring.step()

@@ -20,7 +20,7 @@ from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S
 from policy.types import Replica, ReplicaLoad, ReplicaPhase, StartPath
 from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import AdapterUse, HeartbeatResponse, Timeouts
-from policy.wire.load_stream import LoadLine
+from policy.wire.load_stream import LoadReport
 from serve.engine.engine_server import EngineEvent
 from serve.host.engine_process import EngineProcess
 from serve.host.replica_host import HostSpec, ReplicaHost
@@ -103,7 +103,7 @@ async def test_an_engine_may_have_more_connections_than_its_parent(make: Make) -
 
 async def test_adapter_usage_is_reported_once_and_waiting_counts_with_each_heartbeat(make: Make) -> None:
     host = make()
-    line = LoadLine(state=ReplicaPhase.STARTING, load=ReplicaLoad(at=0.0))
+    line = LoadReport(state=ReplicaPhase.STARTING, load=ReplicaLoad(at=0.0))
     use = AdapterUse(name="a", digest="a" * 64, requests=3, waiting=2)
     host.receive(EngineEvent(line=line, uses=(use,)))
     host.receive(EngineEvent(failed="not of interest"))

@@ -12,7 +12,7 @@ import pytest
 from policy.errors import PreconditionFailed
 from sim.calibration.experiment_design import CalibrationPoint
 from tidegate.calibrate import load_driver
-from tidegate.calibrate.load_driver import LoadDriver
+from tidegate.calibrate.load_driver import CalibrationLoad
 from tidegate.replay.endpoint_api import RequestFormat
 from tidegate.replay.http_client import ReplayConnectionPool
 from tidegate.replay.prompts import PromptGenerator
@@ -64,7 +64,7 @@ async def endpoint(
 
 async def test_lengths_are_those_of_the_endpoint_and_open_requests_are_cancelled() -> None:
     async with endpoint(b"200 OK", EVENTS, most=5, over=7) as (pool, requests, enough):
-        driven = await LoadDriver(pool, RequestFormat("m"), PromptGenerator(0)).drive(
+        driven = await CalibrationLoad(pool, RequestFormat("m"), PromptGenerator(0)).drive(
             CalibrationPoint(2, 16, 4), 1, enough.wait()
         )
     assert (driven.point.input_tokens, driven.point.output_tokens) == (21, 2)
@@ -76,7 +76,7 @@ async def test_lengths_are_those_of_the_endpoint_and_open_requests_are_cancelled
 
 async def test_each_replica_has_its_own_clients() -> None:
     async with endpoint(b"200 OK", EVENTS, most=0, over=6) as (pool, requests, enough):
-        await LoadDriver(pool, RequestFormat("m"), PromptGenerator(0)).drive(
+        await CalibrationLoad(pool, RequestFormat("m"), PromptGenerator(0)).drive(
             CalibrationPoint(2, 16, 4), 3, enough.wait()
         )
     assert len(requests) == 6
@@ -87,6 +87,6 @@ async def test_an_endpoint_that_refuses_everything_is_no_load_point(monkeypatch:
     busy = b'{"error": {"message": "too much"}}'
     async with endpoint(b"503 Service Unavailable", busy, most=9, over=2) as (pool, _, enough):
         with pytest.raises(PreconditionFailed, match="every request failed: too much"):
-            await LoadDriver(pool, RequestFormat("m"), PromptGenerator(0)).drive(
+            await CalibrationLoad(pool, RequestFormat("m"), PromptGenerator(0)).drive(
                 CalibrationPoint(1, 16, 4), 1, enough.wait()
             )

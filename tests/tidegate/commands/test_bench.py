@@ -14,7 +14,7 @@ from rich.console import Console
 from policy.deployment_file.parse import parse
 from policy.scaling.policies.registry import NAMES
 from sim.benchmarks.policies.gpu_time_ranking import OracleCosts, Ranking, RankingTable, Regret
-from sim.benchmarks.policies.sizing import ReplicaSize, SaturatedReplica
+from sim.benchmarks.policies.sizing import ReplicaAtCapacity, ReplicaSize
 from sim.workload.workload_spec import read_workload
 from tidegate.cli import group
 from tidegate.commands.simulation import bench
@@ -228,9 +228,9 @@ def test_no_word_of_the_table_of_policies_is_broken(
         lead_s=120.0, target=0.9881, mu=1.0, lower_gpu_hours=2.13, plan_gpu_hours=plan, gpu_hours=5.31,
         replicas=10.9,
     )  # fmt: skip
-    score = bench.PolicyScore(
+    score = bench.PolicyRanking(
         trace="AzureLLMInferenceTrace_conv_2023.csv", half="judge", seeds=5, profile="l4-8b",
-        size=ReplicaSize(mu=1.0, factor=0.961, full=SaturatedReplica(at_once=1.0, kv_used=0.5, least=1,
+        size=ReplicaSize(mu=1.0, factor=0.961, full=ReplicaAtCapacity(at_once=1.0, kv_used=0.5, least=1,
             most=2)),
         table=RankingTable((oracle,), tuple(map(ranking_of, NAMES))),
     )  # fmt: skip

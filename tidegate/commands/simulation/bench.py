@@ -16,9 +16,9 @@ from policy.scaling.policies import registry
 from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
 from sim.benchmarks.adapters.benchmark import (
     AdapterTraffic,
-    FleetSize,
     PlacementComparison,
     PlacementRunResult,
+    ReplicasAndSlots,
     compare_seeds,
 )
 from sim.benchmarks.mode_switching import BY_LOAD, ModeBenchmark, compare, curves
@@ -65,7 +65,7 @@ def bench() -> None:
 bench.add_command(agents)
 
 
-class PolicyScore(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyRanking(msgspec.Struct, frozen=True, kw_only=True):
     """The ranking of policies on one trace."""
 
     trace: str
@@ -125,7 +125,7 @@ def policies(
 ) -> None:
     traces = _traces(where)
     count = 1 if quick else seeds
-    scores: list[PolicyScore] = []
+    scores: list[PolicyRanking] = []
     for trace in traces:
         setup = setup_of(trace, TraceHalf(half))
         warn(f"{trace.name}: measuring the capacity of a replica")
@@ -142,7 +142,7 @@ def policies(
                 raise TargetError(f"{trace.name}: {error}") from None
             warn(f"{trace.name}: {error}")
             continue
-        score = PolicyScore(
+        score = PolicyRanking(
             trace=trace.name, half=half, seeds=count, profile=setup.profile, size=size, table=ranking
         )
         scores.append(score)
@@ -167,13 +167,13 @@ def _traces(where: Path) -> list[Path]:
     return traces
 
 
-def _ranking_title(score: PolicyScore) -> str:
+def _ranking_title(score: PolicyRanking) -> str:
     half = "first half" if score.half == TraceHalf.TUNE else "second half"
     load = f"load x {score.size.factor:g} on {score.profile}"
     return f"{score.trace}, {half}, {load}, {plural(score.seeds, 'seed')}"
 
 
-def print_ranking(score: PolicyScore, promised: float) -> None:
+def print_ranking(score: PolicyRanking, promised: float) -> None:
     number = "{:.2f}".format
     for oracle in score.table.oracles:
         lower = optional(oracle.lower_gpu_hours, ", lower bound {:.2f}".format) or ""
@@ -322,7 +322,10 @@ def adapters(
     )
     with ProgressBar("requests") as bar:
         comparisons = compare_seeds(
-            load, FleetSize(replicas, slots), seeds, lambda name, sent: bar.update(sent, requests, task=name)
+            load,
+            ReplicasAndSlots(replicas, slots),
+            seeds,
+            lambda name, sent: bar.update(sent, requests, task=name),
         )
     title = f"{adapters} adapters, Zipf exponent {exponent:g}, {replicas} replicas x {slots} slots, "
     title += f"{rate:g} requests/s in bursts of {together:g}" + (f", {seeds} seeds" if seeds > 1 else "")

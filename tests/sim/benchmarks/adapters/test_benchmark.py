@@ -10,7 +10,7 @@ import pytest
 from sim.benchmarks.adapters.benchmark import (
     NAMES,
     AdapterTraffic,
-    FleetSize,
+    ReplicasAndSlots,
     arrivals,
     compare,
     compare_seeds,
@@ -21,14 +21,14 @@ SMALL = AdapterTraffic(adapters=40, exponent=1.0, rate=60.0, requests=260, toget
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_result() -> None:
-    assert compare(SMALL, FleetSize(2, 4)) == compare(SMALL, FleetSize(2, 4))
-    three, four = compare_seeds(SMALL, FleetSize(2, 4), 2)
-    assert three == compare(SMALL, FleetSize(2, 4)) != four
+    assert compare(SMALL, ReplicasAndSlots(2, 4)) == compare(SMALL, ReplicasAndSlots(2, 4))
+    three, four = compare_seeds(SMALL, ReplicasAndSlots(2, 4), 2)
+    assert three == compare(SMALL, ReplicasAndSlots(2, 4)) != four
 
 
 def test_every_policy_runs_and_reports_its_progress() -> None:
     reported: list[tuple[str, int]] = []
-    found = compare(SMALL, FleetSize(2, 4), lambda name, sent: reported.append((name, sent)))
+    found = compare(SMALL, ReplicasAndSlots(2, 4), lambda name, sent: reported.append((name, sent)))
     assert tuple(found.policies) == NAMES == ("placement", "least_loaded", "serve_multiplex")
     assert reported == [(name, sent) for name in NAMES for sent in (250, 260)]
     for each in found.policies.values():
@@ -38,7 +38,7 @@ def test_every_policy_runs_and_reports_its_progress() -> None:
 
 def test_adapters_that_all_fit_are_loaded_at_most_once_per_replica() -> None:
     few = AdapterTraffic(adapters=4, exponent=0.0, rate=50.0, requests=300, together=1.0, seed=1)
-    found = compare(few, FleetSize(2, 8)).policies
+    found = compare(few, ReplicasAndSlots(2, 8)).policies
     assert 4 <= found["placement"].loads <= 8
     assert found["least_loaded"].loads == 8
 
@@ -46,7 +46,7 @@ def test_adapters_that_all_fit_are_loaded_at_most_once_per_replica() -> None:
 @pytest.mark.slow
 def test_placement_of_1000_adapters_has_a_third_fewer_loads_and_a_lower_ttft() -> None:
     asked = AdapterTraffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)
-    found = compare(asked, FleetSize(4, 8)).policies
+    found = compare(asked, ReplicasAndSlots(4, 8)).policies
     placement = found.pop("placement")
     for each in found.values():
         assert placement.loads <= 0.7 * each.loads

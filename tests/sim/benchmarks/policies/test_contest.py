@@ -22,10 +22,10 @@ from sim.benchmarks.policies.run import (
     run_trial,
     trials,
 )
-from sim.benchmarks.policies.sizing import ReplicaSize, SaturatedReplica, size_of
+from sim.benchmarks.policies.sizing import ReplicaAtCapacity, ReplicaSize, size_of
 from sim.results.evaluation_metrics import Score
 
-SIZE = ReplicaSize(mu=0.5, factor=1.0, full=SaturatedReplica(at_once=9.0, kv_used=0.6, least=8, most=18))
+SIZE = ReplicaSize(mu=0.5, factor=1.0, full=ReplicaAtCapacity(at_once=9.0, kv_used=0.6, least=8, most=18))
 BEGAN = datetime(2023, 11, 16, 18, 15)
 
 

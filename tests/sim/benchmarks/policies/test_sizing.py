@@ -8,12 +8,12 @@ import pytest
 
 from policy.scaling.policies.predictive import Predictive
 from policy.scaling.policies.registry import NAMES, choose
-from sim.benchmarks.policies.sizing import SaturatedReplica, ladder
+from sim.benchmarks.policies.sizing import ReplicaAtCapacity, ladder
 
-FULL = SaturatedReplica(at_once=20.0, kv_used=0.4, least=4, most=16)
+FULL = ReplicaAtCapacity(at_once=20.0, kv_used=0.4, least=4, most=16)
 
 
-def settings(name: str, full: SaturatedReplica = FULL) -> list[Any]:
+def settings(name: str, full: ReplicaAtCapacity = FULL) -> list[Any]:
     chosen = [choose("policy", choice) for choice in ladder(name, full)]
     assert {each.name for each in chosen} == {name}
     return [each.policy for each in chosen]
@@ -30,7 +30,7 @@ def test_static_counts_decrease_from_the_maximum() -> None:
     assert [each.replicas for each in settings("static")] == [16, 14, 12, 10, 8, 6, 4]
     assert [
         each.replicas
-        for each in settings("static", SaturatedReplica(at_once=1.0, kv_used=0.1, least=2, most=4))
+        for each in settings("static", ReplicaAtCapacity(at_once=1.0, kv_used=0.1, least=2, most=4))
     ] == [4, 3, 2]
 
 
@@ -46,7 +46,7 @@ def test_targets_range_around_the_load_of_a_full_replica() -> None:
 
 
 def test_no_setting_targets_more_than_the_whole_kv_cache() -> None:
-    crowded = SaturatedReplica(at_once=20.0, kv_used=0.95, least=4, most=16)
+    crowded = ReplicaAtCapacity(at_once=20.0, kv_used=0.95, least=4, most=16)
     taken = [each.kv for each in settings("token_saturation", crowded)]
     assert taken[-1] == 1.0
     assert len(set(taken)) == len(taken) < 7
