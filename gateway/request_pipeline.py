@@ -143,9 +143,8 @@ class Gateway:
         self.coalescer = DynamicBatcher(self._deliver, self.metrics, log, self._pieces)
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
-        self.listeners = CaptureSubscribers(
-            captures, lambda model: self.routes.densities[model].bytes_a_token
-        )
+        densities = self.routes.densities
+        self.listeners = CaptureSubscribers(captures, lambda model: densities[model].bytes_a_token)
         self.proxies = TrustedProxies()
         self.scraper = Scraper(self.metrics, secret, current, self.fleet.scraped)
         services = Services(
@@ -376,10 +375,8 @@ class Gateway:
         self.metrics.no_model.requests[NONE, refused.reason] += 1
         account.counters.requests[refused.reason] += 1
         if self.access.on:
-            client, name = (scope or {}).get("client"), account.name
-            self.access.unread(
-                request_id, client=client, tenant=name, status=refused.status, outcome=refused.reason
-            )
+            client, status, outcome = (scope or {}).get("client"), refused.status, refused.reason
+            self.access.unread(request_id, client=client, tenant=account.name, status=status, outcome=outcome)
 
 
 def _allowed(call: RequestContext, principal: Principal, accepted: AcceptedBody) -> tuple[RequestBody, bytes]:

@@ -10,8 +10,8 @@ from typing import Any
 from locust import events
 
 from loadtests import options
-from loadtests.locust_listeners import LocustRun
-from loadtests.slo import RunStatistics
+from loadtests.locust_run import LocustRun
+from loadtests.slo_attainment import RunStatistics
 from loadtests.users import ChatUser, CompletionUser
 
 __all__ = ["ChatUser", "CompletionUser"]

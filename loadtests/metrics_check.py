@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtests.slo import RequestSlo, RunStatistics
+from loadtests.slo_attainment import RequestSlo, RunStatistics
 from policy.stats.histogram import GAPS, SECONDS
 
 # Workers publish twice a second: two equal readings further apart than that are complete.

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.metrics_check import MetricComparison
-from loadtests.slo import RequestSlo, RunStatistics, UserStatistics
+from loadtests.slo_attainment import RequestSlo, RunStatistics, UserStatistics
 
 # Keys are single words: the web page rewrites others.
 COLUMNS = {

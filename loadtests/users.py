@@ -12,7 +12,7 @@ from locust import User, constant
 
 from loadtests.http_client import BlockingHttpConnection
 from loadtests.options import prompt
-from loadtests.slo import RequestMeasurement, RequestSlo
+from loadtests.slo_attainment import RequestMeasurement, RequestSlo
 from tidegate.replay.response_timing import StreamTimings
 
 # Between two attempts to reach a server that is down.

@@ -12,7 +12,7 @@ from policy.deployment_file.parse import parse
 from policy.errors import TidegateError
 from policy.wire.accounting_api import AuditEntry, actor_in
 from serve.async_waiting import run_in_thread
-from serve.lazy_database_import import import_database
+from serve.import_database_in_thread import import_database
 from store.state_dir import StateDir
 from store.tenancy import audit_spool
 

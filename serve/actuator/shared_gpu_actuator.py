@@ -16,7 +16,7 @@ from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest as digest_of
 from policy.config.shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
-from policy.scaling.awake_engines import GroupEngine, chosen_engines, gpu_commands, is_prepared
+from policy.scaling.gpu_group_commands import GroupEngine, chosen_engines, gpu_commands, is_prepared
 from policy.scaling.reconcile_steps import MAX_FAILURES, LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import GpuCommand

@@ -26,7 +26,7 @@ from store.progress_report import ProgressLine
 
 if TYPE_CHECKING:
     # They import the database, which takes long.
-    from serve.adapters.adapter_artifact_store import AdapterStore
+    from serve.adapters.adapter_store import AdapterStore
     from store.adapters.adapter_aliases import NewVersion
 
 log = logging.getLogger("tidegate.adapters")

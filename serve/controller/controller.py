@@ -50,7 +50,7 @@ from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from serve.adapters.adapter_artifact_store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.controller")
 

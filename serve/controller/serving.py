@@ -20,7 +20,7 @@ from serve.actuator.interface import Actuator
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.controller.controller import Controller
 from serve.controller.routes import build_app
-from serve.lazy_database_import import import_database
+from serve.import_database_in_thread import import_database
 from store.event_loop.uvicorn_server import UvicornServer
 from store.state_dir import StateDir, listen
 
@@ -28,7 +28,7 @@ from store.state_dir import StateDir, listen
 KEEP_ALIVE_S = 75
 
 if TYPE_CHECKING:
-    from serve.adapters.adapter_artifact_store import AdapterStore  # imports the database, which takes long
+    from serve.adapters.adapter_store import AdapterStore  # imports the database, which takes long
 
 
 class ControllerParts(NamedTuple):
@@ -113,7 +113,7 @@ async def serve_app(app: ASGIApp, sock: socket.socket) -> None:
 def open_adapters(state: StateDir) -> AdapterStore:
     """The adapters of the deployment in ``state``."""
     import_database()
-    from serve.adapters.adapter_artifact_store import AdapterStore  # noqa: PLC0415
+    from serve.adapters.adapter_store import AdapterStore  # noqa: PLC0415
 
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
     return AdapterStore(state, state.database_url(deployment.store))

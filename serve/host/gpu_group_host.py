@@ -21,8 +21,8 @@ import psutil
 from policy.config.shared_gpus import GpuGroup, cards, gpu_group_of
 from policy.scaling.reconcile_steps import STABLE_S
 from policy.stats.backoff import Backoff, failures_after
-from serve.host.gpu_locks import GpuLocks, open_lock, try_lock
 from serve.host.replica_host import HostSpec, ReplicaHost
+from serve.host.shared_gpu_locks import GpuLocks, open_lock, try_lock
 from serve.host.time_shared_engine import EngineSlot, TimeSharedGpuAccess
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate

@@ -15,8 +15,8 @@ import msgspec
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import GpuCommand
 from serve.async_waiting import wait_at_most
-from serve.host.gpu_locks import GpuLocks
 from serve.host.replica_host import GpuAccess, HostSpec, ReplicaHost
+from serve.host.shared_gpu_locks import GpuLocks
 
 # How often a lock that another engine has is tried again.
 RETRY_S = 0.02

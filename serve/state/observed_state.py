@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from policy.config.deployment import Deployment, ResourceBudget
 from policy.config.shared_gpus import GpuGroup, gpu_group_of
-from policy.scaling.awake_engines import is_prepared
 from policy.scaling.budget_resources import Resources, summed
+from policy.scaling.gpu_group_commands import is_prepared
 from policy.scaling.model_observation import ObservedModel, held_by
 from policy.scaling.reconcile_steps import MAX_FAILURES, Layer, LayerKey, closes_s
 from policy.scaling.start_times import StartTimes

@@ -11,7 +11,7 @@ from typing import Any
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, TidegateError
 from policy.wire.adapter_catalog import Alias, CatalogVersion
-from serve.adapters.adapter_artifact_store import AdapterStore
+from serve.adapters.adapter_store import AdapterStore
 from store.adapters.adapter_aliases import NewVersion
 from store.adapters.validate import AdapterFacts
 from store.progress_report import ProgressLine, Report

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 from gateway.http.http1_client import ConnectionPool
-from gateway.routing.engine_cache.known_prompts import ENOUGH, KnownPrompts, PromptBlocks
+from gateway.routing.engine_cache.prompt_blocks import ENOUGH, KnownPrompts, PromptBlocks
 from gateway.routing.engine_cache.prompt_tokens import TokenizablePrompt, ask
 from policy.request import Request
 from policy.routing.engine_prefix_index import KvBlockIndex, NamedPrompt, PrefixIndexUpdate

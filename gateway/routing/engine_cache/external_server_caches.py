@@ -15,7 +15,7 @@ from policy.types import Replica
 
 if TYPE_CHECKING:
     from gateway.routing.engine_cache.external_server_cache import ServerCache
-    from gateway.routing.engine_cache.known_prompts import KnownPrompts
+    from gateway.routing.engine_cache.prompt_blocks import KnownPrompts
 
 # To connect for a prompt's tokens.
 CONNECT_S = 2.0
@@ -58,7 +58,7 @@ class ServerCaches:
     def _opened(self, server: Replica, key: int, port: int, replay_port: int | None) -> ServerCache:
         # Most gateways need no ZeroMQ.
         from gateway.routing.engine_cache.external_server_cache import ServerCache, ServerCacheListener  # noqa: PLC0415
-        from gateway.routing.engine_cache.known_prompts import KnownPrompts  # noqa: PLC0415
+        from gateway.routing.engine_cache.prompt_blocks import KnownPrompts  # noqa: PLC0415
 
         if self._known is None:
             self._known = defaultdict(KnownPrompts)

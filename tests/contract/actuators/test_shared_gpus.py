@@ -18,7 +18,7 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import HeartbeatResponse
 from serve.actuator.interface import ActuatorLayer
 from serve.actuator.shared_gpu_actuator import SharedGpuActuator
-from serve.host.gpu_locks import open_lock, try_lock
+from serve.host.shared_gpu_locks import open_lock, try_lock
 from store.state_dir import StateDir
 from tests.contract.actuators.site import Backend, Site
 from tests.serve.memory_actuator import MemoryActuator

@@ -20,7 +20,7 @@ from gateway.routing.discovered_server import external_replica
 from gateway.routing.engine_cache import external_server_cache
 from gateway.routing.engine_cache.external_server_cache import MAX_WAITING, SentPrompt, ServerCache
 from gateway.routing.engine_cache.external_server_caches import ServerCaches
-from gateway.routing.engine_cache.known_prompts import KEY_BYTES, PROMPT_BYTES, KnownPrompts, PromptBlocks
+from gateway.routing.engine_cache.prompt_blocks import KEY_BYTES, PROMPT_BYTES, KnownPrompts, PromptBlocks
 from gateway.routing.engine_cache.prompt_tokens import KEYS_A_TURN, TokenizablePrompt
 from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet import FleetView
@@ -350,7 +350,7 @@ def test_what_would_be_rendered_otherwise_is_not_asked_for(
         assert (prompt.question() is not None) is asks
 
 
-def test_known_prompts_are_bounded() -> None:
+def test_prompt_blocks_are_bounded() -> None:
     known = KnownPrompts(max_bytes=3 * PROMPT_BYTES + 11 * KEY_BYTES)
     for number in range(4):
         known.add(2, PromptBlocks(array("q", [number] * 3), 16, 48))

@@ -24,8 +24,8 @@ from serve.host.gpu_group_host import (
     sign_of_life,
     until_unheld,
 )
-from serve.host.gpu_locks import open_lock, try_lock
 from serve.host.replica_host import ReplicaHost
+from serve.host.shared_gpu_locks import open_lock, try_lock
 from store.os_process import find
 from tests.serve.host.test_time_shared_engine import model
 from tests.serve.hosts import WITHIN_S, host_spec

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from policy.config.shared_gpus import cards, gpu_group_of
-from policy.scaling.awake_engines import GroupEngine, gpu_commands, is_prepared
+from policy.scaling.gpu_group_commands import GroupEngine, gpu_commands, is_prepared
 from policy.scaling.reconcile_steps import MAX_FAILURES
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import HeartbeatResponse
-from serve.host.gpu_locks import GpuLocks
 from serve.host.replica_host import HostSpec
+from serve.host.shared_gpu_locks import GpuLocks
 from serve.host.time_shared_engine import EngineSlot, TimeSharedGpuAccess
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model

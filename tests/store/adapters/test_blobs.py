@@ -157,7 +157,8 @@ def test_an_invalid_stream_is_refused_and_leaves_no_files(
 def test_only_directories_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     script = (
-        "import os, signal, sys; from pathlib import Path; from store.adapters.blobs import AdapterBlobStore\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from store.adapters.blobs import AdapterBlobStore\n"
         "with AdapterBlobStore(Path(sys.argv[1])).work() as work:\n"
         "    (work / 'half').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -15,7 +15,7 @@ from gateway.telemetry.metrics import WorkerMetrics
 from loadtests import metrics_check, report
 from loadtests.metrics_check import compare, read, settled
 from loadtests.options import prompt
-from loadtests.slo import RequestMeasurement, RequestSlo, RunStatistics
+from loadtests.slo_attainment import RequestMeasurement, RequestSlo, RunStatistics
 
 OBJECTIVE = RequestSlo(ttft_s=0.5, itl_s=0.05)
 

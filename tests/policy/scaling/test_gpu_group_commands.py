@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.scaling.awake_engines import GroupEngine, chosen_engines, gpu_commands
+from policy.scaling.gpu_group_commands import GroupEngine, chosen_engines, gpu_commands
 from policy.wire.heartbeat import GpuCommand
 
 SERVE, MEASURE, WAIT, PREPARE, SLEEP = GpuCommand

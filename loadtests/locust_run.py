@@ -13,7 +13,7 @@ from locust.runners import MasterRunner, WorkerRunner
 from loadtests import metrics_check, report
 from loadtests.http_client import BlockingHttpConnection
 from loadtests.metrics_check import Key, MetricComparison
-from loadtests.slo import RunStatistics
+from loadtests.slo_attainment import RunStatistics
 from loadtests.users import ModelUser, RequestFailed, first_model, objective
 
 # Messages: the master ends the users of its workers, and each worker answers with its last counts. The master

@@ -9,8 +9,8 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused
-from serve.adapters import adapter_artifact_store
-from serve.adapters.adapter_artifact_store import AdapterStore
+from serve.adapters import adapter_store
+from serve.adapters.adapter_store import AdapterStore
 from store.adapters.base_model_shapes import BaseModelShapes
 from store.progress_report import PreparedWeights, ProgressLine
 from store.state_dir import StateDir
@@ -102,7 +102,7 @@ def test_the_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch:
         asked.append(source)
         return PreparedWeights(path=tmp_path, digest="0" * 64)
 
-    monkeypatch.setattr(adapter_artifact_store, "prepare", prepare)
+    monkeypatch.setattr(adapter_store, "prepare", prepare)
     monkeypatch.setattr(
         BaseModelShapes,
         "of",
