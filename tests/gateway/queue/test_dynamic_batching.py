@@ -89,10 +89,13 @@ class Site:
         await call.answer(200, [(b"content-type", b"application/json")], answer)
 
     def ask(self, *inputs: str, deadline: float = 9e9) -> asyncio.Task[dict[str, Any]]:
-        return asyncio.create_task(self._ask(list(inputs), deadline))
+        return asyncio.create_task(self.ask_here(*inputs, deadline=deadline))
 
-    async def _ask(self, inputs: list[str], deadline: float) -> dict[str, Any]:
-        raw = json.dumps({"model": "vectors", "input": inputs if len(inputs) > 1 else inputs[0]}).encode()
+    async def ask_here(self, *inputs: str, deadline: float = 9e9) -> dict[str, Any]:
+        """As :meth:`ask`, in the task that calls it."""
+        raw = json.dumps(
+            {"model": "vectors", "input": list(inputs) if len(inputs) > 1 else inputs[0]}
+        ).encode()
         sent: list[Message] = []
 
         async def send(message: Message) -> None:
@@ -278,6 +281,26 @@ async def test_a_disconnect_ends_a_call_that_is_not_shared() -> None:
     assert site.aborted == [["a"]]
     assert site.sent == [["a"], ["b"]]
     await check_nothing_is_left(site, second)
+
+
+async def test_a_disconnect_as_the_turn_comes_ends_a_call_that_did_not_begin() -> None:
+    site = Site(window_s=1.0)
+    site.hold.clear()
+
+    async def ask_and_leave_for_the_next() -> dict[str, Any]:
+        received = await site.ask_here("a")
+        second.cancel()  # it has its turn, and has not run since
+        return received
+
+    first = asyncio.create_task(ask_and_leave_for_the_next())
+    await turn()
+    second = site.ask("b")
+    await turn()
+    site.hold.set()
+    await turn()
+    assert second.cancelled()
+    assert site.sent == [["a"]]
+    await check_nothing_is_left(site, first)
 
 
 async def test_the_shared_call_is_the_sum_of_its_members() -> None:
