@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
 
@@ -28,14 +28,6 @@ HUNG_S: Final = 60.0
 MAX_ENDED: Final = 256
 
 
-class _Ended(NamedTuple):
-    """A request that got no answer from a replica which lived then; until ``until`` its death counts."""
-
-    request: int
-    replica: int
-    until: float
-
-
 def fingerprint(tenant: str, path: str, body: RequestBody) -> int:
     """A hash of the request without volatile fields, never 0."""
     digest = xxhash.xxh3_64(f"{tenant}\0{path}".encode())
@@ -54,7 +46,8 @@ class HostCrashSuspects:
     def __init__(self, shared: SharedCounts) -> None:
         self._suspects = CrashSuspects()
         self._shared = shared
-        self._ended: deque[_Ended] = deque(maxlen=MAX_ENDED)
+        # Requests, by fingerprint and replica, that ended early, and until when a death counts.
+        self._ended: deque[tuple[int, int, float]] = deque(maxlen=MAX_ENDED)
         self._one_runs = False
         self.some = False
 
@@ -71,17 +64,16 @@ class HostCrashSuspects:
 
     def ended_early(self, request: int, replica: int, at: float, *, hung: bool) -> None:
         """Its client left, or the replica gave no sign of life (``hung``), and may die a moment later."""
-        self._ended.append(_Ended(request, replica, at + (HUNG_S if hung else SAME_DEATH_S)))
+        self._ended.append((request, replica, at + (HUNG_S if hung else SAME_DEATH_S)))
 
     def died(self, model: str, replica: int, at: float) -> None:
         self._suspects.died(model, replica, at)
-        if not self._ended:
-            return
-        for ended in self._ended:
-            if ended.replica == replica and at <= ended.until:
-                self.lost(ended.request, replica, at)
-        kept = [ended for ended in self._ended if ended.replica != replica]
-        self._ended = deque(kept, maxlen=MAX_ENDED)
+        for _ in range(len(self._ended)):
+            request, where, until = self._ended.popleft()
+            if where != replica:
+                self._ended.append((request, where, until))
+            elif at <= until:
+                self.lost(request, replica, at)
 
     def served(self, request: int, at: float) -> None:
         self._suspects.served(request, at)

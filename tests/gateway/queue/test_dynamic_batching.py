@@ -60,13 +60,9 @@ class Site:
         return None
 
     async def _deliver(
-        self,
-        call: RequestContext,
-        served: ServedModel,
-        request: Request,
-        body: bodies.RequestBody,
+        self, call: RequestContext, served: ServedModel, request: Request, body: bodies.RequestBody,
         raw: bytes,
-    ) -> None:
+    ) -> None:  # fmt: skip
         inputs = json.loads(raw)["input"]
         inputs = [inputs] if isinstance(inputs, str) else inputs
         self.sent.append(inputs)
