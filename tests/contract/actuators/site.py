@@ -46,7 +46,8 @@ class Backend:
 class Site(Generic[ActuatorT]):
     """An actuator that can be restarted, and the replicas that are not stopped, by id.
 
-    ``phases`` has the phases of each replica in order; ``leaving`` the reasons for replicas ordered to leave.
+    ``phases`` has the phases of each replica in order; ``leaving`` the reasons for replicas ordered to leave;
+    ``ended`` the engines that were lost, by process id.
     """
 
     backend: Backend
@@ -55,12 +56,15 @@ class Site(Generic[ActuatorT]):
     replicas: dict[str, Replica] = field(default_factory=dict)
     phases: dict[str, list[ReplicaPhase]] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.actuator = self.make()
         self.backend.receive = self.receive
 
     def receive(self, replica: Replica) -> HeartbeatResponse | None:
+        if replica.pid in self.ended:  # sent before its end
+            return None
         seen = self.phases.setdefault(replica.id, [])
         if not seen or seen[-1] is not replica.state:
             seen.append(replica.state)
@@ -68,6 +72,11 @@ class Site(Generic[ActuatorT]):
         if replica.state is ReplicaPhase.STOPPED:
             del self.replicas[replica.id]
         return self.orders(replica)
+
+    def lose(self, replica: str) -> None:
+        """Forget a replica whose host was killed, as the controller does once its port refuses connections."""
+        if (lost := self.replicas.pop(replica, None)) is not None and lost.pid:
+            self.ended.add(lost.pid)
 
     def orders(self, replica: Replica) -> HeartbeatResponse | None:
         return HeartbeatResponse(leave=self.leaving[replica.id]) if replica.id in self.leaving else None

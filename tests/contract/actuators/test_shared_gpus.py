@@ -223,8 +223,7 @@ async def test_a_kill_ends_at_most_one_engine(site: GroupSite) -> None:
     assert holder is not None
     host.kill()
     host.wait()
-    # As the controller does once its port refuses connections.
-    del site.replicas[replica]
+    site.lose(replica)
     after = await site.awake(0, 2)
     assert {other, large} < after
     holder.kill()
