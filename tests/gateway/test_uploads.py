@@ -112,3 +112,31 @@ async def test_stalled_uploads_hold_little_memory_and_delay_no_other(shared: Sta
             task.cancel()
         await asyncio.wait(stalled)
     assert most < idle + 64 * MIB
+
+
+async def test_complete_bodies_wait_to_be_checked_in_little_memory(shared: Stack) -> None:
+    """They were in no budget: 30 of them took 480 MiB, whatever model they named."""
+    await shared.serve("complete")
+    text = b'{"model":"nobody","messages":[{"role":"user","content":"%b"}]}' % (b"y" * (16 * MIB - 100))
+    idle = most = memory(shared)
+    loop = asyncio.get_running_loop()
+
+    async def ask() -> bytes:
+        with socket.socket() as sock:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, shared.client_socket.getsockname())
+            await loop.sock_sendall(sock, HEAD % len(text) + text)
+            return (await loop.sock_recv(sock, 4096)).partition(b"\r\n")[0]
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, memory(shared))
+            await asyncio.sleep(0.01)
+
+    watching = asyncio.create_task(watch())
+    answers = await asyncio.gather(*(ask() for _ in range(30)))
+    watching.cancel()
+    assert answers == [b"HTTP/1.1 404 Not Found"] * 30
+    # Half of the budget, and those that are complete as it is reached.
+    assert most < idle + 96 * MIB
