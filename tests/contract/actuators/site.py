@@ -74,7 +74,7 @@ class Site(Generic[ActuatorT]):
         return self.orders(replica)
 
     def lose(self, replica: str) -> None:
-        """Forget a replica whose host was killed, as the controller does once its port refuses connections."""
+        """Forget a replica whose host was killed, as a controller does when its port refuses."""
         if (lost := self.replicas.pop(replica, None)) is not None and lost.pid:
             self.ended.add(lost.pid)
 
