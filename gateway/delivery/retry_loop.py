@@ -26,7 +26,7 @@ from gateway.telemetry.traces.request_trace import TracedAttempt
 from policy.admission.retry_policy import MAX_BEGUN, AttemptOutcome
 from policy.errors import Refusal
 from policy.request import Request
-from policy.routing.concurrency_limit import ConcurrencyLimit
+from policy.routing.concurrency_limit import ConcurrencyLimit, WholeAnswer
 from policy.types import EngineKind, Runner
 from policy.wire.headers import DEPTHS_HEADER, PREFILL_HEADER, PREFIX_HEADER
 
@@ -154,6 +154,8 @@ class RetryLoop:
                 replica.set_answering(self._clock(), False)  # until it is probed again
             elif outcome is _SERVED:
                 gap_s = self._call.mean_gap_s
+                if self._limit is not None and not self._call.streaming:
+                    self._whole_answer(self._limit)
             self._meter.attempts[outcome] += 1
             return outcome, refused
         except asyncio.CancelledError:
@@ -299,6 +301,13 @@ class RetryLoop:
         self._ticket.first(now)
         if self._limit is not None and self._call.streaming:
             self._limit.first(now - self._call.sent_at, time.time())
+
+    def _whole_answer(self, limit: ConcurrencyLimit) -> None:
+        """Tell the server's limit how long the answer took."""
+        call = self._call
+        if (usage := call.usage) is not None and usage.exact:
+            tokens = usage.completion / max(1, self._body.choices)
+            limit.whole(WholeAnswer(monotonic() - call.sent_at, tokens, time.time()))
 
     def _head(self, replica: ReplicaHandle, size: int) -> bytes:
         """The head of a request of ``size`` bytes: of the client's headers only those listed here."""

@@ -137,10 +137,7 @@ class ReplicaHandle:
             self.view.bound = self.limit.limit
 
     def learn_bound(self, queue: ServerQueue | None) -> None:
-        """Follow the queue that this external server reports, or without a report the delays of its streams.
-
-        Delays say nothing where most requests are no streams.
-        """
+        """Follow the queue that this external server reports; without a report, its answers' delays."""
         limit = self.limit
         if limit is None:
             return
@@ -150,6 +147,8 @@ class ReplicaHandle:
             begun = [relay.begun for relay in self.relays if relay.streams]
             if 2 * len(begun) >= self.mine:
                 limit.estimate(begun.count(False), len(begun), self.in_flight, time())
+            else:
+                limit.estimate_whole(self.mine, self.in_flight, time())
         self.view.bound = limit.limit
 
     def end_survival_check(self, check: asyncio.Task[bool] | None) -> None:

@@ -3,13 +3,15 @@
 The queue is in the server's metrics. Without them it is estimated: streams that wait for their first byte,
 less those whose prompts are being computed, which are by Little's law (as in TCP Vegas) the first bytes per
 second times their least delay. A standing queue would raise the least delay itself, so that the limit is
-lowered for a moment once a minute, and the least delay is taken anew.
+lowered for a moment once a minute, and the least delay is taken anew. Answers that are no streams show no
+first byte: the delay is what of their durations does not grow with their tokens (a line is fitted).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 INITIAL: Final = 256
@@ -27,6 +29,17 @@ TOLERANCE: Final = 1.5
 MOST_PREFILLING: Final = 0.5
 # First bytes whose rate is taken.
 RATE_OF: Final = 32
+# Whole answers to which a line is fitted: so many, not older than this, whose lengths differ by at least this
+# share of the mean (their standard deviation).
+FITTED: Final = 128
+LEAST_FITTED: Final = 32
+FITTED_S: Final = 300.0
+LEAST_SPREAD: Final = 0.15
+# Their delay may be overestimated by so many standard errors. The least delay is taken anew so often.
+ERRORS: Final = 1.5
+# A share of the requests, and of the delay, that counts as fewer.
+FEWER: Final = 0.9
+WHOLE_PROBE_EVERY_S: Final = 300.0
 # Every this many seconds of the clock, which is the same for all gateways, the limit is lowered to this share
 # for at most this time.
 PROBE_EVERY_S: Final = 60.0
@@ -41,6 +54,14 @@ class ServerQueue(NamedTuple):
     waiting: float
 
 
+class WholeAnswer(NamedTuple):
+    """An answer that is no stream, with ``tokens``, came ``duration_s`` after its request."""
+
+    duration_s: float
+    tokens: float
+    at: float
+
+
 class ConcurrencyLimit:
     """The limit of one server; ``at`` are seconds since the epoch, so that gateways probe together."""
 
@@ -50,6 +71,10 @@ class ConcurrencyLimit:
         self._waiting = 0.0
         self._least_s = math.inf
         self._firsts: deque[float] = deque(maxlen=RATE_OF)
+        self._whole: deque[WholeAnswer] = deque(maxlen=FITTED)
+        self._changed_at, self._probed_at = at, at
+        # The delay and the requests in flight when the limit was lowered by whole answers.
+        self._lowered = (0.0, 0)
         self._probes_until = 0.0
 
     @property
@@ -60,6 +85,11 @@ class ConcurrencyLimit:
         """The first byte of a stream came, ``delay_s`` after its request."""
         self._least_s = min(self._least_s, delay_s)
         self._firsts.append(at)
+
+    def whole(self, answer: WholeAnswer) -> None:
+        """An answer that is no stream came; without tokens it tells nothing."""
+        if answer.tokens > 0:
+            self._whole.append(answer)
 
     def follow(self, queue: ServerQueue, in_flight: int, at: float) -> None:
         """Lower the limit by this host's share of what waits too much, or raise it while nothing waits.
@@ -96,7 +126,68 @@ class ConcurrencyLimit:
             self._at = at
             return
         rate = len(self._firsts) / max(at - self._firsts[0], 1e-3)
-        prefilling = min(rate * TOLERANCE * self._least_s, MOST_PREFILLING * streams)
-        waiting = math.floor(max(0.0, unanswered - prefilling) * in_flight / streams)
+        self._estimate(unanswered, rate, streams, in_flight, at)
+
+    def estimate_whole(self, mine: int, in_flight: int, at: float) -> None:
+        """As :meth:`estimate`, where most of this worker's requests (``mine``) are no streams.
+
+        What they show comes late: only those count that were sent since the limit changed.
+        """
+        while self._whole and at - self._whole[0].at > FITTED_S:
+            self._whole.popleft()
+        if at // WHOLE_PROBE_EVERY_S > self._probed_at // WHOLE_PROBE_EVERY_S:
+            self._probed_at = at
+            if self._whole:
+                self._probes_until, self._changed_at = math.inf, at
+        fitted = _fit([each for each in self._whole if each.at - each.duration_s >= self._changed_at])
+        if fitted is None or not mine:
+            return
+        delay_s, error_s = fitted
+        before = self.limit
+        lowered_s, lowered_from = self._lowered
+        are_fewer = in_flight < FEWER * lowered_from
+        if self._probes_until:
+            self._least_s, self._probes_until = delay_s, 0.0
+        elif are_fewer and delay_s > FEWER * lowered_s:
+            # Fewer requests wait as long: it is no queue. Prompts became longer, or the server slower.
+            self._least_s, self._limit = delay_s, max(self._limit, float(lowered_from))
+        else:
+            self._least_s = min(self._least_s, delay_s)
+            rate = len(self._whole) / max(at - self._whole[0].at, 1e-3)
+            # By Little's law so many have no token yet.
+            unanswered = rate * max(0.0, delay_s - ERRORS * error_s)
+            self._at = self._changed_at
+            self._estimate(unanswered, rate, mine, in_flight, at)
+        if self.limit != before:
+            self._changed_at = at
+            if self.limit > before:
+                self._lowered = (0.0, 0)
+            elif are_fewer or not lowered_from:
+                self._lowered = (delay_s, in_flight)
+
+    def _estimate(self, unanswered: float, rate: float, requests: int, in_flight: int, at: float) -> None:
+        """``unanswered`` of ``requests`` have no token yet; ``rate`` of them get their first in a second."""
+        prefilling = min(rate * TOLERANCE * self._least_s, MOST_PREFILLING * requests)
+        waiting = math.floor(max(0.0, unanswered - prefilling) * in_flight / requests)
         self.follow(ServerQueue(float(in_flight - waiting), float(waiting)), in_flight, at)
         self._limit = max(self._limit, float(LEAST_BY_DELAYS))
+
+
+def _fit(answers: Sequence[WholeAnswer]) -> tuple[float, float] | None:
+    """The mean delay of the first token of ``answers``, where the line through them meets no tokens.
+
+    With its standard error; ``None`` if they are too few or too alike for a line.
+    """
+    count = len(answers)
+    if count < LEAST_FITTED:
+        return None
+    tokens = sum([each.tokens for each in answers]) / count
+    duration_s = sum([each.duration_s for each in answers]) / count
+    spread = sum([(each.tokens - tokens) ** 2 for each in answers])
+    if math.sqrt(spread / count) < LEAST_SPREAD * tokens:
+        return None
+    slope = sum([(each.tokens - tokens) * (each.duration_s - duration_s) for each in answers]) / spread
+    delay_s = duration_s - slope * tokens
+    squares = sum([(each.duration_s - delay_s - slope * each.tokens) ** 2 for each in answers])
+    error_s = math.sqrt(squares / (count - 2) * (1.0 / count + tokens**2 / spread))
+    return max(0.0, delay_s), error_s

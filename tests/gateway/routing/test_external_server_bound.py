@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import random
 from typing import Any
 
 import httpx
@@ -98,3 +100,61 @@ async def test_the_rest_waits_in_the_queue_and_a_critical_request_overtakes_it(
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
         assert server.asked.index("critical") == at_once
         assert len(server.asked) == ASKED + 1
+
+
+class PlainServer(FakeUpstream):
+    """Serves :data:`SLOTS` requests at a time, 5 ms a token, and has no metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight = 0
+        self._slots = asyncio.Semaphore(SLOTS)
+        self._rng = random.Random(5)  # noqa: S311 - a workload
+
+    async def respond(self, exchange: Exchange) -> None:
+        if exchange.path == "/v1/models":
+            await exchange.reply(b'{"data": [{"id": "alpha"}]}')
+            return
+        if exchange.path == "/metrics":
+            await exchange.reply(b"{}", status=404)
+            return
+        self.in_flight += 1
+        async with self._slots:
+            tokens = self._rng.randrange(2, 16)
+            await asyncio.sleep(0.005 * tokens)
+        self.in_flight -= 1
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "x" * tokens},
+            "finish_reason": "stop",
+        }
+        usage = {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens}
+        await exchange.reply(json.dumps({"id": "a", "choices": [choice], "usage": usage}).encode())
+
+
+async def test_the_bound_is_learned_from_whole_answers_too(stack: Stack) -> None:
+    """It stayed at 256."""
+    server = PlainServer()
+    await server.start()
+    stack.servers.append(server)
+    stack.models = [{"name": "alpha", "engine": "external", "urls": [server.url]}]
+    await stack.start_worker()
+    await until(lambda: stack.admits({f"127.0.0.1:{server.port}"}), "the server is known")
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=200, limits=limits, trust_env=False) as clients:
+        body = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
+
+        async def ask_on() -> None:
+            while True:
+                assert (await clients.post("/v1/chat/completions", json=body)).status_code == 200
+
+        asking = [asyncio.create_task(ask_on()) for _ in range(200)]
+
+        async def is_bounded() -> bool:
+            (seen,) = (await stack.admin.get("/admin/fleet")).json()["replicas"]
+            return bool(seen["bound"] <= 8 * SLOTS and server.in_flight >= SLOTS)
+
+        await until(is_bounded, "the bound is near what it serves at a time")
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue
+from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue, WholeAnswer
 
 DEMAND, SECONDS = 1000, 240
 
@@ -39,11 +40,11 @@ class Site:
         self.running = 0
         self.limited = limited
 
-    def run(self, *, metrics: bool, service_s: tuple[float, float]) -> Found:
+    def run(self, *, by: str, service_s: tuple[float, float], prompts_grow_at: float = math.inf) -> Found:
         rng = random.Random(3)  # noqa: S311 - a workload
         found = Found(0, [], [])
-        ends: list[tuple[float, int, str, int, float]] = [
-            (1.0 + 0.3 * i, i, "read", i, 0.0) for i in range(len(self.limits))
+        ends: list[tuple[float, int, str, int, float, float]] = [
+            (1.0 + 0.3 * i, i, "read", i, 0.0, 0.0) for i in range(len(self.limits))
         ]
         at = served = number = 0.0
         while at < SECONDS:
@@ -56,24 +57,30 @@ class Site:
                 i, sent = self.queue.popleft()
                 self.running += 1
                 number += 2
-                first = at + rng.uniform(0.02, 0.04)
-                heapq.heappush(ends, (first, int(number), "first", i, first - sent))
-                heapq.heappush(ends, (first + rng.uniform(*service_s), int(number) + 1, "end", i, 0.0))
-            at, _, kind, i, delay_s = heapq.heappop(ends)
+                first = at + rng.uniform(0.02, 0.04) * (15.0 if at > prompts_grow_at else 1.0)
+                generating_s = rng.uniform(*service_s)
+                tokens = 100.0 * generating_s * rng.uniform(0.9, 1.1)
+                heapq.heappush(ends, (first, int(number), "first", i, sent, tokens))
+                heapq.heappush(ends, (first + generating_s, int(number) + 1, "end", i, sent, tokens))
+            at, _, kind, i, sent, tokens = heapq.heappop(ends)
             if kind == "first":
                 self.unanswered[i] -= 1
-                self.limits[i].first(delay_s, at)
+                if by == "delays":
+                    self.limits[i].first(at - sent, at)
             elif kind == "end":
+                self.limits[i].whole(WholeAnswer(at - sent, tokens, at))
                 self.in_flight[i] -= 1
                 self.running -= 1
                 served += 1
             else:
-                if metrics:
+                if by == "metrics":
                     self.limits[i].follow(ServerQueue(self.running, len(self.queue)), self.in_flight[i], at)
+                elif by == "whole answers":
+                    self.limits[i].estimate_whole(self.in_flight[i], self.in_flight[i], at)
                 else:
                     self.limits[i].estimate(self.unanswered[i], self.in_flight[i], self.in_flight[i], at)
                 number += 2
-                heapq.heappush(ends, (at + 1.0, int(number), "read", i, 0.0))
+                heapq.heappush(ends, (at + 1.0, int(number), "read", i, 0.0, 0.0))
                 if i == 0:
                     found.bounds.append(sum(limit.limit for limit in self.limits))
                     found.waiting.append(len(self.queue))
@@ -85,7 +92,7 @@ def changes(at: float) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("metrics", [True, False], ids=["metrics", "delays"])
+@pytest.mark.parametrize("by", ["metrics", "delays", "whole answers"])
 @pytest.mark.parametrize(
     ("slots", "service_s", "last", "gateways"),
     [
@@ -103,16 +110,45 @@ def test_the_server_is_kept_full_with_a_short_queue(
     service_s: tuple[float, float],
     last: int,
     gateways: int,
-    metrics: bool,
+    by: str,
 ) -> None:
-    found = Site(slots, gateways).run(metrics=metrics, service_s=service_s)
-    unbounded = Site(slots, gateways, limited=False).run(metrics=metrics, service_s=service_s)
+    found = Site(slots, gateways).run(by=by, service_s=service_s)
+    unbounded = Site(slots, gateways, limited=False).run(by=by, service_s=service_s)
     assert found.served >= 0.97 * unbounded.served
     bound, waiting = found.settled(180)
-    # Gateways without the server's metrics do not know of each other's requests.
-    most = 1.0 if gateways > 1 and not metrics else 0.1
-    assert 0.9 * last <= bound <= (1 + most) * last + 2
-    assert waiting <= most * last + 2
+    # Gateways without the server's metrics do not know of each other's requests. Whole answers show a long
+    # queue only.
+    most, more = (1.0, 8) if by == "whole answers" else (0.1, 2)
+    if gateways > 1 and by != "metrics":
+        most = 1.2
+    assert 0.9 * last <= bound <= (1 + most) * last + more
+    assert waiting <= most * last + more
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens"), [(100, (20.0,)), (100, (0.0, 5.0)), (20, (5.0, 50.0))], ids=["alike", "none", "few"]
+)
+def test_whole_answers_that_tell_nothing_leave_the_bound_as_it_is(
+    count: int, tokens: tuple[float, ...]
+) -> None:
+    limit = ConcurrencyLimit(0.0)
+    for i in range(count):
+        at = 10.0 + 0.1 * i
+        limit.whole(WholeAnswer(2.0, tokens[i % len(tokens)], at))
+        limit.estimate_whole(256, 256, at)
+    assert limit.limit == 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["delays", "whole answers"])
+def test_longer_prompts_are_not_taken_for_a_queue_for_long(by: str) -> None:
+    """The least delay is that of before: by it the bound fell to a tenth for five minutes."""
+    found = Site(lambda _: 64, 1).run(by=by, service_s=(0.5, 1.5), prompts_grow_at=60.0)
+    unbounded = Site(lambda _: 64, 1, limited=False).run(by=by, service_s=(0.5, 1.5), prompts_grow_at=60.0)
+    assert found.served >= 0.97 * unbounded.served
+    bound, waiting = found.settled(180)
+    assert bound >= 0.9 * 64
+    assert waiting <= 64
 
 
 def test_an_idle_bound_stays() -> None:
@@ -120,4 +156,5 @@ def test_an_idle_bound_stays() -> None:
     for at in range(1, 300):
         limit.follow(ServerQueue(10.0, 0.0), 10, float(at))
         limit.estimate(0, 10, 10, at + 0.5)
+        limit.estimate_whole(10, 10, at + 0.7)
     assert limit.limit == 256
