@@ -172,7 +172,9 @@ class RequestContext:
     def accepted(self) -> None:
         """The body is read and checked."""
         if self.exchange is not None:
-            self.exchange.body_read()
+            self.exchange.body_checked()
+        elif self.proxied is not None:
+            self.proxied.body_checked()
 
     def timeout_s(self, default: float) -> float:
         """How long the request may wait for a replica: its header's value if that is shorter."""

@@ -87,12 +87,11 @@ class Reporter:
     async def report(self, *, last: bool = False) -> GatewayReport:
         specs = [spec for spec in self.deployment().models if spec.is_scaled]
         drains = {spec.name: await self.admission.drain_s(spec.name) for spec in specs}
-        streams = self.running()
-        running: dict[str, tuple[int, int]] = {}
-        for spec in specs:
-            begun, produced = streams.get(spec.name, (0, 0))
-            whole, expected = await self.admission.whole_answers(spec.name)
-            running[spec.name] = begun + whole, produced + expected
+        whole = {spec.name: await self.admission.whole_answers(spec.name) for spec in specs}
+        running = self.running()  # at the instant of the totals
+        for name, (answers, expected) in whole.items():
+            streams, produced = running.get(name, (0, 0))
+            running[name] = streams + answers, produced + expected
         self._number += 1
         return GatewayReport(
             worker=self._worker,

@@ -160,7 +160,7 @@ class RetryLoop:
             return outcome, refused
         except asyncio.CancelledError:
             self._meter.attempts[_LEFT] += 1
-            if self._call.sent_at:
+            if self._call.sent_at >= self._ticket.taken_at:  # not before, in another attempt
                 self._ended_early(replica, hung=False)
             raise
         finally:

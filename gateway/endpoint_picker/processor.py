@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 from gateway.endpoint_picker import picker_protocol
 from gateway.http.asgi_exchange import SENT
 from gateway.http.http1_client import ResponseSink
-from gateway.http.upload_budget import Upload, UploadBudget
+from gateway.http.upload_budget import PendingBody, Upload, UploadBudget
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES, ProxyRoute, is_anthropic
 from gateway.request_pipeline import Gateway
@@ -42,6 +42,7 @@ class Processor:
         self._gateway = gateway
         self._uploads = uploads
         self._upload: Upload | None = None
+        self._pending: PendingBody | None = None
         self._write = write
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._unsent = 0
@@ -80,6 +81,7 @@ class Processor:
                 if not self._ended:
                     self._serving.cancel()
                 await asyncio.gather(self._serving, return_exceptions=True)
+            self.body_checked()
             self._outgoing.put_nowait(None)
             await writing
 
@@ -159,6 +161,7 @@ class Processor:
         self._release()
         body = bytes(self._body)
         self._body.clear()
+        self._pending = self._uploads.keep((f"stream {id(self)}",), len(body))
 
         async def receive() -> Message:
             return {"type": "http.request", "body": body, "more_body": False}
@@ -197,6 +200,11 @@ class Processor:
         if not found:
             raise Refused(Refusal.NO_REPLICA, "No endpoint that the proxy allows serves this model.")
         return found
+
+    def body_checked(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._uploads.release(pending)
 
     def to(self, url: str) -> None:
         self._endpoint = urlsplit(url).netloc

@@ -94,7 +94,7 @@ class AsgiExchange:
         self._uploads = uploads
         self._pending = uploads.keep(client, self.size)
 
-    def body_read(self) -> None:
+    def body_checked(self) -> None:
         """The body is checked, or will not be: it is no upload any more. May be called again."""
         pending, self._pending = self._pending, None
         if pending is not None and self._uploads is not None:
@@ -156,7 +156,7 @@ class AsgiExchange:
     def end(self) -> None:
         """The task of the request has ended, with or without a complete response."""
         self.task = None
-        self.body_read()
+        self.body_checked()
         if not (self.done or self.disconnected):
             self._connection.abort()
 

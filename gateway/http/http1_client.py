@@ -86,6 +86,9 @@ class ProxiedConnection(UpstreamConnection, Protocol):
     def to(self, url: str) -> None:
         """Send it to the server at ``url``."""
 
+    def body_checked(self) -> None:
+        """The body is checked, or will not be: it is no upload any more. May be called again."""
+
 
 class Http1ClientConnection:
     """One connection, one response at a time. An asyncio protocol that inherits nothing, to be compiled.

@@ -30,6 +30,8 @@ SWEEP_EVERY_S: Final = 1.0
 # Connections in one turn of the event loop: in 5 ms if all of them are refused.
 SWEPT_AT_ONCE: Final = 128
 FINAL_GRACE_S: Final = 1.0
+# For so long a client is observed before it counts as slow: acknowledgements may come in large steps.
+OBSERVED_S: Final = 4.0
 # For files and the admin port; all other descriptors are shared by clients and their replica connections.
 SPARE_DESCRIPTORS: Final = 64
 
@@ -89,8 +91,8 @@ class HttpServer:
         self.date_line = b""
         self._connections: set[ServerConnection] = set()
         self._rejected: set[ServerConnection] = set()
-        # Those whose client reads too slowly, and what it had not read at the last sweep if it was so then.
-        self._unread: dict[ServerConnection, int | None] = {}
+        # Those whose client has much to read: since when it is observed, and what it had taken by then.
+        self._observed: dict[ServerConnection, tuple[float, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starts = request_starts()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
@@ -150,19 +152,15 @@ class HttpServer:
     def lost(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
         self._rejected.discard(connection)
-        self._unread.pop(connection, None)
+        self._observed.pop(connection, None)
         if self._listening is not None:
             self._listening.lost()
         if self.draining and not self._connections:
             self._empty.set()
 
-    def paused(self, connection: ServerConnection) -> None:
-        """The client of ``connection`` has more to read than it should."""
-        self._unread[connection] = None
-
-    def resumed(self, connection: ServerConnection) -> None:
-        """It has read enough."""
-        self._unread.pop(connection, None)
+    def observe(self, connection: ServerConnection) -> None:
+        """The client of ``connection`` has much to read, which it may not do."""
+        self._observed.setdefault(connection, (self._loop.time(), connection.acknowledged))
 
     def serve(self, scope: Scope, exchange: AsgiExchange) -> asyncio.Task[None]:
         # The loop's own method makes a name first, and then sets this one.
@@ -176,7 +174,7 @@ class HttpServer:
             task.cancel()
             if not exchange.begun:
                 self._tasks.discard(task)
-                exchange.body_read()
+                exchange.body_checked()
                 exchange.task = None  # it holds its exception, whose frames hold the exchange
 
     async def _run(self, scope: Scope, exchange: AsgiExchange) -> None:
@@ -215,16 +213,21 @@ class HttpServer:
 
         Those with the most unread first: whole answers would be held for ``stalled_s`` otherwise.
         """
-        sizes = {connection: connection.unread for connection in self._unread}
-        unread = sum(sizes.values())
-        for connection in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            if unread <= self.uploads.limit:
-                break
-            before = self._unread[connection]
-            if before is not None and before - sizes[connection] < MIN_RATE * self._sweep_every_s:
-                unread -= sizes[connection]
+        sizes = {connection: connection.unread for connection in self._observed}
+        excess = sum(sizes.values()) - self.uploads.limit
+        now = self._loop.time()
+        for connection in sorted(sizes, key=sizes.__getitem__, reverse=True) if excess > 0 else sizes:
+            if not sizes[connection]:
+                del self._observed[connection]
+                continue
+            since, before = self._observed[connection]
+            if now - since < OBSERVED_S:
+                continue
+            acknowledged = connection.acknowledged
+            if excess > 0 and acknowledged - before < MIN_RATE * (now - since):
+                excess -= sizes[connection]
                 connection.abort()
-        self._unread.update(sizes)
+            self._observed[connection] = now, acknowledged
 
 
 def connections_within_limit() -> int:

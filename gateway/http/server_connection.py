@@ -23,7 +23,7 @@ from gateway.http.asgi_exchange import SENT, AsgiExchange, id_headers, request_i
 from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.forwarded import Address
 from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader, read_turns
-from gateway.http.tcp_info import has_left
+from gateway.http.tcp_info import acknowledged, has_left
 from gateway.http.upload_budget import MIN_RATE, Upload
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import is_anthropic
@@ -111,6 +111,8 @@ class ServerConnection:
         self._peer: Address | None = None
         self._client: Address | None = None
         self._scheme = "http"
+        # Over TLS, the bytes of all answers.
+        self._written = 0
         self.deadline = _NEVER
         self.ended = False
         self.sent: Awaitable[None] = SENT
@@ -152,8 +154,15 @@ class ServerConnection:
 
     @property
     def unread(self) -> int:
-        """The bytes of answers that neither the client nor the kernel has taken."""
+        """The bytes of answers that the client has not taken; without TLS also not the kernel."""
+        if self._scheme == "https":  # whose buffers are not all counted
+            return max(0, self._written - self.acknowledged)
         return self._transport.get_write_buffer_size()
+
+    @property
+    def acknowledged(self) -> int:
+        """The bytes that the client's kernel has taken."""
+        return acknowledged(self._transport)
 
     def sweep(self, now: float) -> None:
         """Close the connection if a timeout has passed; ``now`` is the server's clock."""
@@ -219,13 +228,12 @@ class ServerConnection:
 
     def pause_writing(self) -> None:
         self.sent = asyncio.get_running_loop().create_future()
-        self._server.paused(self)
+        self._server.observe(self)
         self._unsent = 0
         self.deadline = self._server.now + self._server.times.stalled_s
 
     def resume_writing(self) -> None:
         waiting, self.sent = self.sent, SENT
-        self._server.resumed(self)
         if isinstance(waiting, asyncio.Future) and not waiting.done():
             waiting.set_result(None)
         if not self.ended:
@@ -549,12 +557,17 @@ class ServerConnection:
         self._active = exchange
         self.deadline = _NEVER
         if exchange.size > MAX_AHEAD_BYTES:
-            exchange.count_body(self._server.uploads, self._client)
+            exchange.count_body(self._server.uploads, scope["client"])
         exchange.task = self._server.serve(scope, exchange)
 
     def write(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
+        if self._transport.is_closing():
+            return
+        self._transport.write(data)
+        if self._scheme == "https":
+            self._written += len(data)
+            if len(data) > WRITE_BYTES:  # which TLS hands on at once, and does not pause for
+                self._server.observe(self)
 
     @property
     def draining(self) -> bool:

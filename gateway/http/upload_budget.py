@@ -5,8 +5,8 @@ are completed first, and one always goes on. A connection that is read and sends
 refused. Beyond the whole budget, the one with the most left is refused. The connections of a client address
 have such a budget too.
 
-Bodies that are complete and not read by the app are part of the budget. While there are some, no connection
-goes on beyond the half: the app reads them without it.
+Bodies that are complete and not checked by the app are part of the budget. While there are some, no
+connection goes on beyond the half: the app checks them without it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Upload:
 
 
 class PendingBody:
-    """A body of ``size`` bytes that is complete and that the app has not read."""
+    """A body of ``size`` bytes that is complete and that the app has not checked."""
 
     __slots__ = ("everyone", "own", "size")
 
@@ -149,7 +149,7 @@ class UploadBudget:
         return body
 
     def release(self, body: PendingBody) -> None:
-        """The app has read the body, or will not."""
+        """The app has checked the body, or will not."""
         for share in (body.everyone, body.own):
             share.held -= body.size
             share.pending -= body.size

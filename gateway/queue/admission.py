@@ -15,7 +15,9 @@ from gateway.routing.shared_counters import LOCAL, SharedCounts
 from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
 from policy.request import Request
+from policy.types import Runner
 
+_GENERATE: Final = Runner.GENERATE
 # Requests whose end is predicted in one turn of the event loop: each takes some 20 us.
 DRAINS_A_TURN: Final = 64
 
@@ -86,16 +88,20 @@ class Admission:
         They would be unseen until they end otherwise. Only those count that should have begun.
         """
         queue = self._queues.get(model)
-        if queue is None:
+        if queue is None or queue.served.runner is not _GENERATE:
             return 0, 0
-        now, answers, tokens = queue.clock(), 0, 0
-        for number, ticket in enumerate(list(queue.dispatcher.running)):
+        now, context, answers, tokens = queue.clock(), queue.served.max_model_len, 0, 0
+        running = queue.dispatcher.running
+        for number, ticket in enumerate(list(running)):
             if number % DRAINS_A_TURN == DRAINS_A_TURN - 1:
                 await asyncio.sleep(0)
-            if ticket.shows_tokens or ticket.quote is None or not ticket.request.output_tokens:
+            if ticket.shows_tokens or ticket.quote is None or ticket not in running:
                 continue
             request, ran_s = ticket.request, now - ticket.taken_at
-            if produced := self.routers.produced_tokens(request, ticket.quote.candidate, ran_s):
+            produced = self.routers.produced_tokens(request, ticket.quote.candidate, ran_s)
+            if not request.limit_tokens and context:
+                produced = min(produced, max(1, context - request.prompt_tokens))
+            if produced:
                 answers += 1
                 tokens += produced
         return answers, tokens

@@ -145,7 +145,7 @@ class ReplicaHandle:
             limit.follow(queue, self.in_flight, time())
         else:
             begun = [relay.begun for relay in self.relays if relay.streams]
-            if 2 * len(begun) >= self.mine:
+            if self.mine and 2 * len(begun) >= self.mine:
                 limit.estimate(begun.count(False), len(begun), self.in_flight, time())
             else:
                 limit.estimate_whole(self.mine, self.in_flight, time())
@@ -365,10 +365,12 @@ class ReplicaHandle:
 
         def on_down() -> None:
             assert self._feed is not None
-            self.silent = self._feed.silent
+            was_silent, self.silent = self.silent, self._feed.silent
             self._restarted = True
             at = loop.time()
-            if self.answering and not (self.silent or self._leaving or self.replica.state in _LEAVING):
+            if (self.answering or was_silent) and not (
+                self.silent or self._leaving or self.replica.state in _LEAVING
+            ):
                 self.died()
             # A replica that makes progress is alive, whatever has become of its load stream.
             if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):

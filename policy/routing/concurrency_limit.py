@@ -37,6 +37,7 @@ FITTED_S: Final = 300.0
 LEAST_SPREAD: Final = 0.15
 # Their delay may be overestimated by so many standard errors. The least delay is taken anew so often.
 ERRORS: Final = 1.5
+WHOLE_PROBE_S: Final = 60.0
 # A share of the requests, and of the delay, that counts as fewer.
 FEWER: Final = 0.9
 WHOLE_PROBE_EVERY_S: Final = 300.0
@@ -76,6 +77,7 @@ class ConcurrencyLimit:
         # The delay and the requests in flight when the limit was lowered by whole answers.
         self._lowered = (0.0, 0)
         self._probes_until = 0.0
+        self._probes_whole = False
 
     @property
     def limit(self) -> int:
@@ -113,6 +115,8 @@ class ConcurrencyLimit:
 
         ``unanswered`` of this worker's ``streams`` wait for their first byte.
         """
+        if self._probes_whole:
+            self._probes_whole, self._probes_until = False, 0.0
         if self._probes_until:
             if in_flight > self.limit and at < self._probes_until:
                 return
@@ -135,20 +139,26 @@ class ConcurrencyLimit:
         """
         while self._whole and at - self._whole[0].at > FITTED_S:
             self._whole.popleft()
+        if self._probes_until and not self._probes_whole:  # by streams, of which there were more
+            self._probes_until, self._changed_at = 0.0, at
         if at // WHOLE_PROBE_EVERY_S > self._probed_at // WHOLE_PROBE_EVERY_S:
             self._probed_at = at
             if self._whole:
-                self._probes_until, self._changed_at = math.inf, at
-        fitted = _fit([each for each in self._whole if each.at - each.duration_s >= self._changed_at])
-        if fitted is None or not mine:
+                self._probes_whole, self._probes_until, self._changed_at = True, at + WHOLE_PROBE_S, at
+        seen = [each for each in self._whole if each.at - each.duration_s >= self._changed_at]
+        fitted = _fit(seen)
+        if self._probes_whole and (len(seen) >= LEAST_FITTED or at >= self._probes_until):
+            self._probes_whole, self._probes_until, self._changed_at = False, 0.0, at
+            if fitted is not None:
+                self._least_s = fitted[0]
+            return
+        if self._probes_whole or fitted is None or not mine:
             return
         delay_s, error_s = fitted
         before = self.limit
         lowered_s, lowered_from = self._lowered
         are_fewer = in_flight < FEWER * lowered_from
-        if self._probes_until:
-            self._least_s, self._probes_until = delay_s, 0.0
-        elif are_fewer and delay_s > FEWER * lowered_s:
+        if are_fewer and delay_s > FEWER * lowered_s:
             # Fewer requests wait as long: it is no queue. Prompts became longer, or the server slower.
             self._least_s, self._limit = delay_s, max(self._limit, float(lowered_from))
         else:

@@ -28,8 +28,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     ``arrived`` counts all requests, ``refused`` those without room or replica in time, ``ended`` those that a
     replica answered completely, over which tokens are summed. ``arrived_tokens`` are the prompt tokens of all
-    that arrived, as estimated then; ``running_tokens`` those that the ``running`` streams have produced so
-    far. ``ttft``, ``itl`` (the mean gap of a stream)
+    that arrived, as estimated then; ``running_tokens`` those that the ``running`` answers have produced so
+    far, as estimated of those that are no streams. ``ttft``, ``itl`` (the mean gap of a stream)
     and ``e2e`` count durations in the buckets of :mod:`policy.stats.histogram`, the first two of streams
     only. ``met_ttft``, ``met_itl`` and ``met_both`` of ``judged`` streams were within the SLO as it was when
     they ended; ``by_priority`` has these where priorities have SLOs of their own, and ``ttft`` is then of

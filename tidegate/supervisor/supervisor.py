@@ -17,7 +17,7 @@ from policy.deployment_file.diff import ChangeEffect, ConfigChange, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
 from policy.wire.accounting_api import AdminRole, AuditEntry
-from serve.autoscaler.custom_policy_check import rehearse_all
+from serve.autoscaler.custom_policy_check import check_custom_policies
 from serve.controller.client import ControllerClient
 from store.os_process import local_user
 from store.state_dir import StateDir
@@ -181,7 +181,7 @@ class Supervisor:
             if self._phase != "ready":
                 raise EngineFailed(f"the deployment is {self._phase}; apply when it is ready")
             # Here too: a watched file was not seen by the command line.
-            await asyncio.to_thread(rehearse_all, deployment)
+            await asyncio.to_thread(check_custom_policies, deployment)
             if deployment.needs_controller:
                 await asyncio.to_thread(self._controller(_APPLY_S).apply, document)
             # Gateway workers read this file when it changes.

@@ -793,7 +793,7 @@ async def test_complete_bodies_are_bounded_until_the_app_has_read_them(port: Por
         if body:
             begun.append(len(body))
             await release.wait()
-            scope["tidegate.exchange"].body_read()
+            scope["tidegate.exchange"].body_checked()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 

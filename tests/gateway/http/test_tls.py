@@ -20,6 +20,7 @@ from tests.gateway.http.test_server import (  # noqa: F401 - they run here, over
     post,
     test_a_large_body_arrives_whole,
     test_a_lost_connection_is_freed_without_a_collection,
+    test_clients_that_do_not_read_whole_answers_are_bounded,
     test_endless_heads_and_framing_are_refused,
     test_pipelined_requests_are_answered_in_order,
     test_requests_are_parsed_alike_however_their_bytes_are_cut,

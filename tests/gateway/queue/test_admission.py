@@ -27,7 +27,7 @@ from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.engine.performance_model import BatchLimits, EngineModel, Timing
 from policy.errors import Refusal
 from policy.request import Request
-from policy.types import Priority, ReplicaLoad
+from policy.types import Priority, ReplicaLoad, Runner
 from tests.gateway.fake_replica import ready_replica
 from tests.gateway.virtual_time import run_virtual
 
@@ -474,17 +474,22 @@ def test_whole_answers_count_with_the_tokens_that_they_should_have() -> None:
         for limit_tokens in (0, 300):
             whole = await queues.fill(served, prompt_tokens=20, output_tokens=100, limit_tokens=limit_tokens)
             whole.began(clock(), streams=False)
-        await queues.fill(served, prompt_tokens=20)  # an embedding
+        queues.beta.runner, queues.beta.handles[0].view.timing = Runner.POOLING, TIMING
+        await queues.fill(queues.beta, prompt_tokens=20, output_tokens=1)
         found.append(await queues.admission.whole_answers("alpha"))
         for _ in range(2):
             await asyncio.sleep(10.0)
             found.append(await queues.admission.whole_answers("alpha"))
+        served.max_model_len = 1020
+        found.append(await queues.admission.whole_answers("alpha"))
+        assert await queues.admission.whole_answers("beta") == (0, 0)
 
     run_virtual(main)
-    at_once, soon, later = found
+    at_once, soon, later, bounded = found
     assert at_once == (0, 0)
     assert soon == (2, pytest.approx(1000 + 300, rel=0.05))
     assert later == (2, pytest.approx(2000 + 300, rel=0.05))
+    assert bounded == (2, 1000 + 300)
 
 
 async def test_a_replica_that_drains_soon_takes_only_what_ends_before() -> None:

@@ -126,16 +126,30 @@ def test_the_server_is_kept_full_with_a_short_queue(
 
 
 @pytest.mark.parametrize(
-    ("count", "tokens"), [(100, (20.0,)), (100, (0.0, 5.0)), (20, (5.0, 50.0))], ids=["alike", "none", "few"]
+    ("every_s", "tokens"),
+    [(0.1, (20.0,)), (0.1, (0.0, 5.0)), (20.0, (5.0, 50.0))],
+    ids=["alike", "none", "few"],
 )
 def test_whole_answers_that_tell_nothing_leave_the_bound_as_it_is(
-    count: int, tokens: tuple[float, ...]
+    every_s: float, tokens: tuple[float, ...]
 ) -> None:
-    limit = ConcurrencyLimit(0.0)
-    for i in range(count):
-        at = 10.0 + 0.1 * i
+    limit, bounds = ConcurrencyLimit(0.0), []
+    for i in range(int(700 / every_s)):
+        at = 1.0 + every_s * i
         limit.whole(WholeAnswer(2.0, tokens[i % len(tokens)], at))
         limit.estimate_whole(256, 256, at)
+        bounds.append(limit.limit)
+    assert bounds[-1] == 256
+    # While the least delay is to be measured it is lower, for a minute of five at most.
+    assert bounds.count(204) <= 0.25 * len(bounds)
+
+
+def test_a_measurement_by_the_other_kind_of_answers_is_given_up() -> None:
+    limit = ConcurrencyLimit(0.0)
+    limit.whole(WholeAnswer(2.0, 5.0, 1.0))
+    limit.estimate_whole(1, 1, 300.5)
+    assert limit.limit == 204
+    limit.estimate(0, 1, 1, 301.0)
     assert limit.limit == 256
 
 

@@ -19,7 +19,7 @@ from policy.deployment_file.diff import ChangeEffect, ConfigChange, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
-from serve.autoscaler.custom_policy_check import rehearse, rehearse_all
+from serve.autoscaler.custom_policy_check import check_custom_policies, check_custom_policy
 from serve.autoscaler.policies import policies_for, policies_of
 from store.state_dir import StateDir
 from store.tls_files import days_left, ports_with_tls
@@ -111,7 +111,7 @@ def _scaling(spec: ModelSpec) -> str:
     )
     chosen = policies_of(spec)
     policies_for(spec.name, chosen, warn)
-    rehearse(spec)
+    check_custom_policy(spec)
     control = spec.control
     scaled = f"scaled by {choose('', chosen.live).label}: {bounds}"
     if control.guard.dry_run:
@@ -199,7 +199,7 @@ def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -
 def _apply(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> bool:
     """Show the changes and apply them; returns whether none was refused."""
     document = deployment_file.load(file)
-    rehearse_all(document.deployment)
+    check_custom_policies(document.deployment)
     changes = diff(parse(client.status().document), document.deployment)
     refused = [change for change in changes if change.effect is ChangeEffect.RESTART]
     # Sent without changes too: the controller then retries what failed and reads weight directories again.

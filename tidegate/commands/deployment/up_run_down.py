@@ -19,7 +19,7 @@ from policy.config.deployment import Deployment
 from policy.deployment_file.parse import parse
 from policy.errors import PreconditionFailed, Unreachable
 from policy.types import Runner
-from serve.autoscaler.custom_policy_check import rehearse_all
+from serve.autoscaler.custom_policy_check import check_custom_policies
 from store.json_log_format import line
 from store.log_file import RotatingLog
 from store.os_process import find
@@ -201,7 +201,7 @@ def _run(
     watched: Path | None,
 ) -> int:  # fmt: skip
     _lock = lock(state)
-    rehearse_all(document.deployment)
+    check_custom_policies(document.deployment)
     adopt(state, None)
     from tidegate.supervisor.supervisor import Supervisor  # noqa: PLC0415 - `up` and `down` answer without it
 
