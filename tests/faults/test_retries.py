@@ -218,6 +218,32 @@ async def test_30_a_request_whose_client_leaves_before_the_death_is_found_too(
     assert (reply.status, reply.headers["x-should-retry"]) == (500, "false")
 
 
+@pytest.mark.long
+async def test_30_a_request_on_which_replicas_hang_is_found_too(harness: Harness, model: str) -> None:
+    fleet = await harness.fleet(model, 3)
+
+    def hang(one: FaultyUpstream) -> Any:
+        async def answer(exchange: Exchange) -> None:
+            one.frozen = True  # it reports no more
+            await exchange.gone.wait()
+
+        return answer
+
+    for one in fleet:
+        one.faults["poison"] = hang(one)
+    async with harness.expect(model, {"upstream_silent": 1, "replica_lost": 1, "ok": 1}):
+        assert (await harness.ask(model, "poison")).status == 504
+        hung = [one for one in fleet if one.frozen]
+        assert len(hung) == 2
+        for one in hung:
+            await harness.shows(one, admissible=False)
+            one.die()
+            await asyncio.sleep(6.0)  # one after the other: it was no node that ended
+        reply = await harness.ask(model, "poison")
+        assert (await harness.ask(model)).status == 200
+    assert (reply.status, reply.headers["x-should-retry"]) == (500, "false")
+
+
 async def behind_a_proxy(
     harness: Harness, model: str, *, frames: bool = True
 ) -> tuple[FaultyUpstream, FaultyUpstream]:

@@ -25,6 +25,8 @@ class Proxied:
     def __init__(self, uploads: UploadBudget, limit: int = 16 * PIECE) -> None:
         self.answers: list[Any] = []
         self.more: asyncio.Queue[bool] = asyncio.Queue()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.gateway = Mock(serve=AsyncMock())
         self.gateway.body_limit.return_value = limit
 
@@ -47,6 +49,7 @@ class Proxied:
             last = await self.more.get()
         piece.request_body.end_of_stream = True
         yield piece
+        await self.may_end.wait()
 
     @property
     def refused(self) -> list[int]:
@@ -78,3 +81,26 @@ async def test_the_last_piece_of_a_body_counts(limit: int, refused: list[int]) -
     await asyncio.wait_for(proxied.run, 30)
     assert proxied.refused == refused
     assert proxied.gateway.serve.call_count == (0 if refused else 1)
+
+
+async def test_a_complete_body_counts_until_it_is_checked() -> None:
+    """It counted until it was complete, and others went on."""
+    uploads = UploadBudget(lambda: (BUDGET, BUDGET))
+    proxied = Proxied(uploads)
+    proxied.may_end.clear()
+
+    async def serve(*_: Any) -> None:
+        await proxied.may_end.wait()
+
+    proxied.gateway.serve.side_effect = serve
+    for last in (False, False, False, True):
+        proxied.more.put_nowait(last)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    proxied.gateway.serve.assert_called_once()
+    receiver = Mock()
+    uploads.hold(uploads.begin(receiver, ("192.0.2.1", 1)), 1, PIECE)
+    receiver.hold_back.assert_called_once()
+    proxied.may_end.set()
+    await asyncio.wait_for(proxied.run, 30)
+    receiver.read_on.assert_called_once()
