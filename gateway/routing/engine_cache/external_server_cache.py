@@ -46,10 +46,10 @@ class ServerCacheListener(NamedTuple):
 class SentPrompt:
     """A prompt that was sent to the server; its ``tokens`` and the ``keys`` of its blocks, once known.
 
-    ``sent_at`` is what the index had stored by then.
+    ``sent_at`` is what the index had stored by then. ``is_hashing``: its keys are being made.
     """
 
-    __slots__ = ("_cache", "are_keys_made", "keys", "named", "prompt", "sent_at", "tokens")
+    __slots__ = ("_cache", "is_hashing", "keys", "named", "prompt", "sent_at", "tokens")
 
     def __init__(
         self, cache: ServerCache, named: NamedPrompt, prompt: TokenizablePrompt, sent_at: int
@@ -59,7 +59,7 @@ class SentPrompt:
         self.prompt = prompt
         self.sent_at = sent_at
         self.tokens: list[int] | None = None
-        self.are_keys_made = False
+        self.is_hashing = False
         self.keys: array[int] | None = None
 
     def ended(self, *, served: bool) -> None:
@@ -164,7 +164,7 @@ class ServerCache:
 
         Nothing is known of a prompt without tokens: what was served counts as held since then.
         """
-        if sent.tokens is not None and sent.keys is None and not sent.are_keys_made:
+        if sent.tokens is not None and sent.keys is None and not sent.is_hashing:
             task = self._loop.create_task(self._divide_and_settle(sent, sent.tokens, served))
             self._settling.add(task)
             task.add_done_callback(self._settling.discard)
@@ -273,9 +273,9 @@ class ServerCache:
         size = self.index.block_tokens
         if not size or self._told_at == UNTOLD:
             return
-        sent.are_keys_made = True
+        sent.is_hashing = True
         keys = await sent.prompt.keys(tokens, size)
-        sent.are_keys_made = False
+        sent.is_hashing = False
         if self._told_at == UNTOLD or size != self.index.block_tokens:  # forgotten meanwhile
             return
         sent.keys = keys
