@@ -19,7 +19,7 @@ from gateway.accounting.access_transaction import AccessDatabase
 from gateway.accounting.key_changes import AdminKeyChanges, KeyChanges
 from gateway.accounting.ledger_reports import query_of, rows
 from gateway.accounting.tenant_changes import TenantChanges
-from policy.config.convert import build, convert, require
+from policy.config.convert import convert, prepare_decoders, require
 from policy.errors import TidegateError
 from policy.wire.accounting_api import (
     ADMIN_KEYS,
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 _MAX_AUDIT = 10_000
 # Each request is decoded in a thread.
-build(AuditQuery, CreateAdminKey, CreateKey, CreateTenant, RotateKey)
+prepare_decoders(AuditQuery, CreateAdminKey, CreateKey, CreateTenant, RotateKey)
 
 
 def build_app(access: AccessDatabase, more: Sequence[BaseRoute] = ()) -> Starlette:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from gateway.telemetry.metric_families import MetricFamilies
 from gateway.telemetry.metric_file_preallocation import MetricFiles
-from policy.config.convert import build, require
+from policy.config.convert import prepare_decoders, require
 from policy.tenancy.price import NANO
 from policy.wire.usage_query import LedgerStatus, UsageBy, UsageQuery, UsageRow
 from store.tenancy import ledger
@@ -25,7 +25,7 @@ from store.tenancy import ledger
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 _COLUMNS = {by: "key_id" if by is UsageBy.KEY else by.value for by in UsageBy}
 _PLAIN = tuple(name for name in ledger.COUNTS if name != "cost_nano")
-build(UsageQuery)
+prepare_decoders(UsageQuery)
 
 
 def query_of(given: dict[str, str]) -> UsageQuery:

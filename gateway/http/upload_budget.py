@@ -135,14 +135,14 @@ class UploadBudget:
 
     def begin(self, receiver: UploadReceiver, peer: object) -> Upload:
         """An upload from ``peer``, a socket's address."""
-        own = self._share(peer)
+        own = self._quota(peer)
         upload = Upload(receiver, self._everyone, own)
         self._everyone.uploads[upload] = own.uploads[upload] = None
         return upload
 
     def keep(self, peer: object, size: int) -> PendingBody:
         """Count a complete body from ``peer`` until :meth:`release`."""
-        body = PendingBody(self._everyone, self._share(peer), size)
+        body = PendingBody(self._everyone, self._quota(peer), size)
         for share in (body.everyone, body.own):
             share.held += size
             share.pending += size
@@ -156,7 +156,7 @@ class UploadBudget:
         self._forget_unused(body.own)
         self._freed()
 
-    def _share(self, peer: object) -> UploadQuota:
+    def _quota(self, peer: object) -> UploadQuota:
         address = _address(peer)
         own = self._by_address.get(address)
         if own is None:

@@ -76,10 +76,11 @@ class YieldedSlots:
         that ever waited in other workers.
         """
         left = self._replicas.get(candidate.id)
-        unwanted = left is not None and at < left.unwanted_until
-        if unwanted and left is not None and theirs == left.theirs and higher == left.higher:
-            return False
-        if left is None or unwanted or candidate.begun != left.begun or at > left.seen + LEFT_S:
+        if left is not None and at < left.unwanted_until:
+            if (theirs, higher) == (left.theirs, left.higher):
+                return False
+            left = None
+        if left is None or candidate.begun != left.begun or at > left.seen + LEFT_S:
             self._replicas[candidate.id] = _YieldedSlot(candidate.begun, theirs, higher, at)
             return True
         left.seen = at

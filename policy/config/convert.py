@@ -35,7 +35,7 @@ def did_you_mean(given: str, known: Sequence[str]) -> str:
     return ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else "")
 
 
-def build(*kinds: type[Any]) -> None:
+def prepare_decoders(*kinds: type[Any]) -> None:
     """Let msgspec look at types that threads decode or convert to, before there are threads.
 
     Otherwise it does so at the first use, and of two at once one finds half of what it needs and crashes.

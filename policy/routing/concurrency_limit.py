@@ -35,12 +35,13 @@ FITTED: Final = 128
 LEAST_FITTED: Final = 32
 FITTED_S: Final = 300.0
 LEAST_SPREAD: Final = 0.15
-# Their delay may be overestimated by so many standard errors. The least delay is taken anew so often.
+# Their delay may be overestimated by so many standard errors.
 ERRORS: Final = 1.5
-WHOLE_PROBE_S: Final = 60.0
 # A share of the requests, and of the delay, that counts as fewer.
 FEWER: Final = 0.9
+# By whole answers the least delay is taken anew so often, with a lower limit for at most this time.
 WHOLE_PROBE_EVERY_S: Final = 300.0
+WHOLE_PROBE_S: Final = 60.0
 # Every this many seconds of the clock, which is the same for all gateways, the limit is lowered to this share
 # for at most this time.
 PROBE_EVERY_S: Final = 60.0

@@ -112,7 +112,7 @@ class WorkerCounters:
     def report(
         self, *, in_flight: int, queued: int, oldest_s: float, running: tuple[int, int], drain_s: float
     ) -> ModelReport:
-        """The totals, with what waits and runs now: ``running`` streams, and their tokens so far.
+        """The totals, with what waits and runs now: ``running`` answers, and their tokens so far.
 
         The last of the running requests is expected to end in ``drain_s`` seconds.
         """

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from policy.config.convert import build
+from policy.config.convert import prepare_decoders
 from policy.errors import NotLeader, TidegateError, Unauthorized, Unreachable
 from policy.types import FleetSnapshot
 from policy.wire.accounting_api import AdminRole, AuditActor, actor_headers
@@ -49,7 +49,7 @@ T = TypeVar("T")
 SILENT_S = 30.0
 
 # A supervisor asks in several threads.
-build(FleetSnapshot, LeaderStatus, ControllerStatus, StepLine)
+prepare_decoders(FleetSnapshot, LeaderStatus, ControllerStatus, StepLine)
 
 
 class ControllerClient:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from policy.config.convert import build
+from policy.config.convert import prepare_decoders
 from policy.errors import AdapterRefused
 
 _invalid = partial(AdapterRefused, "not_an_adapter")
@@ -55,7 +55,7 @@ class _Entry(msgspec.Struct):
 
 
 # Adapters are read in threads.
-build(_Entry)
+prepare_decoders(_Entry)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from policy.config.convert import build, convert, did_you_mean, require
+from policy.config.convert import convert, did_you_mean, prepare_decoders, require
 from policy.errors import ConfigError
 from policy.scaling.policies.panic_window import PanicWindow
 from policy.scaling.policies.predictive import Predictive
@@ -31,7 +31,7 @@ BUILTIN: dict[str, type[Policy]] = {
     "predictive": Predictive,
 }
 NAMES = tuple(BUILTIN)
-build(*BUILTIN.values())
+prepare_decoders(*BUILTIN.values())
 
 
 class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
