@@ -65,8 +65,8 @@ def test_yaml_is_accepted_by_what_reads_it(page: Path, tmp_path: Path) -> None:
         elif "mix" in document:
             parse_workload(document, page.parent)
         elif document.keys() <= OF_A_SCENARIO:
-            (tmp_path / "world.yaml").write_text(block)
-            scenario_of(tmp_path / "world.yaml", [])
+            (tmp_path / "scenario.yaml").write_text(block)
+            scenario_of(tmp_path / "scenario.yaml", [])
         elif not document.keys() <= FOREIGN:
             # A profile in a file is read with the deployment file that names it.
             inner = {key: document[key] for key in document.keys() & OF_A_MODEL - {"profile"}}

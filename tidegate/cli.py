@@ -21,7 +21,7 @@ _COMMANDS = {
     "serve": ("deployment.vllm_serve", "Serve a model with the flags of `vllm serve`."),
     "run": ("deployment.up_run_down", "Run a deployment in the foreground until SIGINT or SIGTERM."),
     "gateway": (
-        "deployment.remote_gateway",
+        "deployment.additional_gateway_host",
         "Run a gateway on a further host, for the controller of another.",
     ),
     "controller": ("deployment.controller", "Run one of several controllers, which elect their leader."),

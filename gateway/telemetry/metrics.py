@@ -251,8 +251,8 @@ class WorkerMetrics:
         self.no_model = ModelCounters("")
         self._meters: dict[str, ModelCounters] = {}
         counter, gauge = declared.counter, declared.gauge
-        self.spillover = counter("tidegate_overflow_attempts")
-        self.spillover_cost = counter("tidegate_overflow_cost")
+        self.spillover = counter("tidegate_spillover_attempts")
+        self.spillover_cost = counter("tidegate_spillover_cost")
         self.scrape_misses = counter("tidegate_scrape_misses")
         self._tokens = counter("tidegate_tokens")
         self._counts = {name: counter(metric) for name, metric in _COUNTS.items()}

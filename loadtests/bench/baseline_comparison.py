@@ -75,9 +75,11 @@ class BaselineComparison(msgspec.Struct, frozen=True):
             ratio("ttft_p50_s"),
         )
 
-    def meets(self, least_throughput: float, most_ttft: float) -> bool:
+    def meets(self, min_throughput_ratio: float, max_ttft_ratio: float) -> bool:
         """Whether the median ratios are within the limits, and the gateway failed no request."""
-        fast = self.throughput_ratio.median >= least_throughput and self.ttft_ratio.median <= most_ttft
+        fast = (
+            self.throughput_ratio.median >= min_throughput_ratio and self.ttft_ratio.median <= max_ttft_ratio
+        )
         return fast and not self.errors[GATEWAY]
 
 
@@ -217,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--requests", type=int, default=2, help="requests of each stream in a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--least-throughput", type=float, default=0.9, help="target: ratio of tokens/s")
-    parser.add_argument("--most-ttft", type=float, default=1.2, help="target: ratio of TTFT p50")
+    parser.add_argument("--min-throughput-ratio", type=float, default=0.9, help="target: ratio of tokens/s")
+    parser.add_argument("--max-ttft-ratio", type=float, default=1.2, help="target: ratio of TTFT p50")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
@@ -232,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n" if options.json else rendered(found))
-    return int(not all(each.meets(options.least_throughput, options.most_ttft) for each in found))
+    return int(not all(each.meets(options.min_throughput_ratio, options.max_ttft_ratio) for each in found))
 
 
 if __name__ == "__main__":

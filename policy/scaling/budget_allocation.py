@@ -40,9 +40,9 @@ def held(situation: Situation) -> Resources:
     counts = dict(situation.leaving)
     counts[situation.mode] = counts.get(situation.mode, 0) + max(supply.wanted, running)
     actual = aimed = Resources()
-    for rung in situation.rungs:
-        actual = actual.plus(rung.resources, counts.get(rung.mode, 0))
-        aimed = aimed.plus(rung.resources, situation.count if rung.mode == situation.mode else 0)
+    for option in situation.mode_options:
+        actual = actual.plus(option.resources, counts.get(option.mode, 0))
+        aimed = aimed.plus(option.resources, situation.count if option.mode == situation.mode else 0)
     return actual.most(aimed)
 
 

@@ -1,7 +1,7 @@
 """One pure function from situations to decisions, for all models at once.
 
 Every policy proposes a count. :mod:`policy.scaling.guardrails` limits the live policy's count,
-:mod:`policy.scaling.serving_mode_selection` says whether a switch of mode pays,
+:mod:`policy.scaling.replica_size_mode_selection` says whether a switch of mode pays,
 :mod:`policy.scaling.budget_allocation` divides the budget, and the last guardrails bound how fast a count
 changes. The same situations, budget and policies give the same decisions, through JSON and back, so a
 decision log can be checked by deciding again.
@@ -22,11 +22,18 @@ from policy.engine.replica_capacity import Capability, capability, idle_latency
 from policy.request import ASSUMED_INPUT_TOKENS, ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget_allocation import BudgetClaim, allocate, alone, attainable, held, spare
 from policy.scaling.budget_resources import Resources
-from policy.scaling.decision_types import Clip, Decision, DecisionMemory, ModeForecast, ModeOption, Situation
+from policy.scaling.decision_types import (
+    Decision,
+    DecisionMemory,
+    ModeForecast,
+    ModeOption,
+    Situation,
+)
 from policy.scaling.guardrails import (
     GuardrailTrace,
     bound_of_policy,
     changed,
+    describe,
     high_since,
     limit,
     low_since,
@@ -35,7 +42,7 @@ from policy.scaling.guardrails import (
     requested,
     scheduled,
 )
-from policy.scaling.serving_mode_selection import (
+from policy.scaling.replica_size_mode_selection import (
     PERCENTILE,
     ModeComparison,
     ModeSelection,
@@ -141,7 +148,7 @@ class _ModelDecision:
     def compare(self, claims: Mapping[str, BudgetClaim], budget: ResourceBudget) -> None:
         """Compare modes, and choose one that is worth a switch or is set manually."""
         situation = self.situation
-        if len(situation.rungs) < 2:
+        if len(situation.mode_options) < 2:
             return
         able = self.capabilities[self.option.mode]
         self.verdict = ModeComparison(
@@ -157,18 +164,18 @@ class _ModelDecision:
         ).evaluate()
         override, better = override_in_force(situation), self.verdict.to
         if override is not None and override.mode != situation.mode:
-            self._switch(next(there for there in self.verdict.outlooks if there.mode == override.mode))
+            self._switch(next(there for there in self.verdict.mode_forecasts if there.mode == override.mode))
         elif better is not None and override is not None:
             self.notes.append(f"{self._benefit(better)}, but the mode is set manually")
         elif better is not None and situation.count and self.course.count:
             self._switch(better)
 
     def _benefit(self, there: ModeForecast) -> str:
-        here = next(each for each in self.verdict.outlooks if each.mode == self.option.mode)
+        here = next(each for each in self.verdict.mode_forecasts if each.mode == self.option.mode)
         return describe_switch(self.situation, here, there)
 
     def _switch(self, there: ModeForecast) -> None:
-        self.to = next(option for option in self.situation.rungs if option.mode == there.mode)
+        self.to = next(option for option in self.situation.mode_options if option.mode == there.mode)
         self.course = requested(self.situation, self.to, there.count)
 
     def is_cut(self, grants: Mapping[str, int]) -> bool:
@@ -208,8 +215,8 @@ class _ModelDecision:
             reason=self._reason(option, by_load, short),
             proposal=self.proposal,
             capability=self.capabilities[self.option.mode],
-            clips=tuple(course.clips),
-            outlooks=self.verdict.outlooks,
+            applied_guardrails=tuple(course.applied_guardrails),
+            mode_forecasts=self.verdict.mode_forecasts,
             gain=self.verdict.gain if by_load else None,
             shadow=self.shadow,
             others={name: proposal.count for name, proposal in self.others.items()},
@@ -250,7 +257,7 @@ class _ModelDecision:
 
     def _reason(self, option: ModeOption, by_load: bool, short: float) -> str:
         parts = slo_misses(self.situation)
-        clips = self.course.clips
+        applied = self.course.applied_guardrails
         if by_load and self.verdict.to is not None:
             parts.append(self._benefit(self.verdict.to))
         elif self.to is not None:
@@ -260,20 +267,15 @@ class _ModelDecision:
                 parts.append("wakes from zero")
             bound = bound_of_policy(self.situation, option, self.proposal)
             parts.append(f"wants {bound.was if bound else self.proposal.count}: {self.proposal.reason}")
-            clips = [bound, *clips] if bound else clips
-        parts += [f"{self._limited(clip)} by {clip.rule}: {clip.why}" for clip in clips]
+            applied = [bound, *applied] if bound else applied
+        parts += [describe(each, self.situation.count) for each in applied]
         parts += self.notes
         if self.course.asleep and self.course.asleep not in parts[-1]:
             parts.append(self.course.asleep)
         if short:
-            spillover = ", may spill over to upstreams" if self.situation.overflow else ""
+            spillover = ", may spill over to upstreams" if self.situation.spillover else ""
             parts.append(f"{short:.2f} req/s over capacity{spillover}")
         return "; ".join(parts)
-
-    def _limited(self, clip: Clip) -> str:
-        if clip.now < clip.was:
-            return f"capped at {clip.now}"
-        return f"{'kept at' if clip.now == self.situation.count else 'raised to'} {clip.now}"
 
 
 def slo_misses(situation: Situation) -> list[str]:
@@ -347,10 +349,10 @@ def _propose(situation: Situation, policies: ModelPolicies) -> _ModelDecision:
     memory = _current_memory(situation)
     situation = scheduled(msgspec.structs.replace(situation, memory=memory))
     workload = workload_of(situation.signals.demand)
-    option = next(option for option in situation.rungs if option.mode == situation.mode)
+    option = next(option for option in situation.mode_options if option.mode == situation.mode)
     capabilities = {
         each.mode: capability(each.timing, workload, situation.slo, error=each.error, version=each.version)
-        for each in situation.rungs
+        for each in situation.mode_options
     }
     # Spare replicas are none of the policies' business: they would take them for a reason to scale down.
     supply, count = situation.supply, max(0, situation.count - situation.scale.spare)

@@ -106,7 +106,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     ``mode`` and ``count`` are the desired ones, ``settled`` once reached with no other layer left;
     ``leaving`` counts the remaining replicas of other layers by mode. A request waits in a gateway for at
-    most ``queue_s``. With ``overflow``, fallback providers may take what the fleet cannot. ``wall_clocks``
+    most ``queue_s``. With ``spillover``, fallback providers may take what the fleet cannot. ``wall_clocks``
     has the time of each time zone of the schedules, in seconds since 1970-01-01 00:00 there.
     ``slo`` has the strictest targets of those in ``slo_by_priority``, which has all priorities or none.
     """
@@ -118,7 +118,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     count: int
     settled: bool
-    rungs: tuple[ModeOption, ...]
+    mode_options: tuple[ModeOption, ...]
     supply: Supply
     signals: Signals
     slo: SloConfig
@@ -127,14 +127,14 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     guard: GuardConfig
     queue_s: float
     leaving: dict[str, int] = {}
-    overflow: bool = False
+    spillover: bool = False
     override: ModeOverride | None = None
     memory: DecisionMemory = DecisionMemory()
     wall_clocks: dict[str, float] = {}
     slo_by_priority: dict[Priority, SloConfig] = {}
 
 
-class Clip(msgspec.Struct, frozen=True, kw_only=True):
+class AppliedGuardrail(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a guardrail on a count, and its reason."""
 
     rule: Guardrail
@@ -192,9 +192,10 @@ class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The decision for ``count`` replicas in ``mode``, with its reason.
 
-    ``clips`` changed the live policy's ``proposal``, in order. ``outlooks`` compare the modes; ``gain`` is
-    the predicted saving of a switch, as a fraction of the cost. ``shadow`` and ``others`` are the proposals
-    of other policies. ``short`` is the rate (requests per second) left unserved by budgets and bounds.
+    ``applied_guardrails`` changed the live policy's ``proposal``, in order. ``mode_forecasts`` compare the
+    modes; ``gain`` is the predicted saving of a switch, as a fraction of the cost. ``shadow`` and ``others``
+    are the proposals of other policies. ``short`` is the rate (requests per second) left unserved by budgets
+    and bounds.
     """
 
     at: float
@@ -206,8 +207,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     proposal: Proposal
     capability: Capability
-    clips: tuple[Clip, ...] = ()
-    outlooks: tuple[ModeForecast, ...] = ()
+    applied_guardrails: tuple[AppliedGuardrail, ...] = ()
+    mode_forecasts: tuple[ModeForecast, ...] = ()
     gain: float | None = None
     shadow: Proposal | None = None
     others: dict[str, int] = {}

@@ -1,10 +1,10 @@
 """The guardrails that limit the count of a policy.
 
 SPARE, OVERRIDE, STALENESS, MIN_HEALTHY, SCHEDULE, then BUDGET over all models, STEP, RATE, HOLD. Each rule
-that changes the count leaves a :class:`policy.scaling.decision_types.Clip`. A manual override replaces the
-policy's count and ignores stale signals, steps, rates and holds, but not bounds, ``min_healthy`` and budgets.
-Schedules change the bounds of the modes: no step, rate or hold delays them, as with the bounds of
-Kubernetes' Horizontal Pod Autoscaler.
+that changes the count leaves a :class:`policy.scaling.decision_types.AppliedGuardrail`. A manual override
+replaces the policy's count and ignores stale signals, steps, rates and holds, but not bounds, ``min_healthy``
+and budgets. Schedules change the bounds of the modes: no step, rate or hold delays them, as with the bounds
+of Kubernetes' Horizontal Pod Autoscaler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.config.control import ScalingRateLimit, ScalingSchedule
-from policy.scaling.decision_types import Clip, Guardrail, ModeOption, ModeOverride, Situation
+from policy.scaling.decision_types import AppliedGuardrail, Guardrail, ModeOption, ModeOverride, Situation
 from policy.scaling.reconcile_steps import MAX_FAILURES
 from policy.scaling.view import Proposal
 
@@ -42,12 +42,12 @@ class GuardrailTrace:
     floor: int = 0
     by_hand: bool = False
     asleep: str = ""
-    clips: list[Clip] = field(default_factory=list)
+    applied_guardrails: list[AppliedGuardrail] = field(default_factory=list)
 
     def limit(self, rule: Guardrail, count: int, why: str) -> None:
         """Set ``count``, and record a change."""
         if count != self.count:
-            self.clips.append(Clip(rule=rule, was=self.count, now=count, why=why))
+            self.applied_guardrails.append(AppliedGuardrail(rule=rule, was=self.count, now=count, why=why))
             self.count = count
 
 
@@ -66,22 +66,29 @@ def scheduled(situation: Situation) -> Situation:
     now = [schedule for _, schedule in schedules_in_force(situation)]
     floor = max((each.min for each in now if each.min is not None), default=0)
     ceiling = min((each.max for each in now if each.max is not None), default=math.inf)
-    rungs = []
-    for rung in situation.rungs if now else ():
-        least = max(rung.least, min(floor, rung.most))
-        most = max(least, int(min(ceiling, rung.most)))
-        rungs.append(msgspec.structs.replace(rung, least=least, most=most))
-    return msgspec.structs.replace(situation, rungs=tuple(rungs)) if rungs else situation
+    mode_options = []
+    for option in situation.mode_options if now else ():
+        least = max(option.least, min(floor, option.most))
+        most = max(least, int(min(ceiling, option.most)))
+        mode_options.append(msgspec.structs.replace(option, least=least, most=most))
+    return msgspec.structs.replace(situation, mode_options=tuple(mode_options)) if mode_options else situation
 
 
-def bound_of_policy(situation: Situation, rung: ModeOption, proposal: Proposal) -> Clip | None:
-    """The bound of ``rung`` that the policy applied to its count itself; ``None`` if it applied none."""
+def bound_of_policy(situation: Situation, option: ModeOption, proposal: Proposal) -> AppliedGuardrail | None:
+    """The bound of ``option`` that the policy applied to its count itself; ``None`` if it applied none."""
     if proposal.unbounded is None:
         return None
-    rule, why = _most(situation, rung) if proposal.count < proposal.unbounded else _least(situation, rung)
-    if proposal.count > max(rung.least, proposal.unbounded):
+    rule, why = _most(situation, option) if proposal.count < proposal.unbounded else _least(situation, option)
+    if proposal.count > max(option.least, proposal.unbounded):
         why = "requests wait or run"
-    return Clip(rule=rule, was=proposal.unbounded, now=proposal.count, why=why)
+    return AppliedGuardrail(rule=rule, was=proposal.unbounded, now=proposal.count, why=why)
+
+
+def describe(applied: AppliedGuardrail, count: int) -> str:
+    """What a rule did to a proposal, where ``count`` replicas are desired now."""
+    more = "kept at" if applied.now == count else "raised to"
+    effect = "capped at" if applied.now < applied.was else more
+    return f"{effect} {applied.now} by {applied.rule}: {applied.why}"
 
 
 def override_in_force(situation: Situation) -> ModeOverride | None:
@@ -89,7 +96,7 @@ def override_in_force(situation: Situation) -> ModeOverride | None:
     override = situation.override
     if override is None or (override.until is not None and situation.at >= override.until):
         return None
-    return override if any(rung.mode == override.mode for rung in situation.rungs) else None
+    return override if any(option.mode == override.mode for option in situation.mode_options) else None
 
 
 def metrics_stale(situation: Situation) -> str:
@@ -119,10 +126,10 @@ def unsettled(situation: Situation) -> str:
     return "" if situation.settled else "the last decision is not carried out yet"
 
 
-def scale_to_zero(situation: Situation, rung: ModeOption) -> str:
+def scale_to_zero(situation: Situation, option: ModeOption) -> str:
     """Why the model is scaled to zero, or an empty string if it should have replicas."""
     scale, demand = situation.scale, situation.signals.demand
-    if scale.zero_after_s is None or rung.least:
+    if scale.zero_after_s is None or option.least:
         return ""
     if demand is None or metrics_stale(situation):
         # Missing data is no reason to wake a model, a queued request is.
@@ -137,73 +144,73 @@ def scale_to_zero(situation: Situation, rung: ModeOption) -> str:
         return ""
     # The rate is at most one request in the time without any.
     rate = min(demand.arrivals.last_600_s, 1 / max(demand.idle_s, 1.0))
-    likely = -math.expm1(-rate * rung.lead_s)
+    likely = -math.expm1(-rate * option.lead_s)
     if likely > scale.standby:
         return ""
     return (
         f"no request for {demand.idle_s:.0f} s; the probability of one within the start-up time"
-        f" ({rung.lead_s:.0f} s) is {likely:.2f}"
+        f" ({option.lead_s:.0f} s) is {likely:.2f}"
     )
 
 
-def proposed(situation: Situation, rung: ModeOption, proposal: Proposal) -> GuardrailTrace:
+def proposed(situation: Situation, option: ModeOption, proposal: Proposal) -> GuardrailTrace:
     """As :func:`requested`, for the ``proposal`` of a policy in the current mode, with the spare replicas."""
     spare = situation.scale.spare
-    most = min(proposal.count + spare, rung.most)
+    most = min(proposal.count + spare, option.most)
     why = f"scale.spare keeps {spare} ready beyond the need"
-    more = Clip(rule=Guardrail.SPARE, was=proposal.count, now=most, why=why)
+    more = AppliedGuardrail(rule=Guardrail.SPARE, was=proposal.count, now=most, why=why)
     if more.now <= more.was:
-        return requested(situation, rung, proposal.count)
-    return requested(situation, rung, more.now, (more,))
+        return requested(situation, option, proposal.count)
+    return requested(situation, option, more.now, (more,))
 
 
 def requested(
-    situation: Situation, rung: ModeOption, count: int, clips: Sequence[Clip] = ()
+    situation: Situation, option: ModeOption, count: int, applied: Sequence[AppliedGuardrail] = ()
 ) -> GuardrailTrace:
     """The count after OVERRIDE, STALENESS, MIN_HEALTHY and SCHEDULE: what the model requests of the budgets.
 
-    ``rung`` is the current mode, or that of a switch, which has no replicas yet. ``clips`` are the changes
-    so far.
+    ``option`` is the current mode, or that of a switch, which has no replicas yet. ``applied`` are
+    the changes so far.
     """
-    course = GuardrailTrace(count, since=situation.at, clips=[*clips])
-    there = situation.count if rung.mode == situation.mode else 0
+    course = GuardrailTrace(count, since=situation.at, applied_guardrails=[*applied])
+    there = situation.count if option.mode == situation.mode else 0
     override = override_in_force(situation)
-    if override is not None and override.count is not None and override.mode == rung.mode:
+    if override is not None and override.count is not None and override.mode == option.mode:
         course.by_hand, until = True, override.until
         duration = "until cleared" if until is None else f"for {until - situation.at:.0f} s more"
         course.limit(Guardrail.OVERRIDE, override.count, f"set manually {duration}")
     stale = "" if course.by_hand else metrics_stale(situation)
     if stale:
         course.limit(Guardrail.STALENESS, max(course.count, there), stale)
-    course.asleep = "" if course.by_hand else scale_to_zero(situation, rung)
+    course.asleep = "" if course.by_hand else scale_to_zero(situation, option)
     if course.asleep:
         course.limit(Guardrail.MIN_HEALTHY, 0, course.asleep)
         if situation.signals.demand is not None and not stale:
             course.since -= situation.signals.demand.idle_s
     else:
-        course.floor, rule, why = _healthy(situation, rung, course)
+        course.floor, rule, why = _healthy(situation, option, course)
         course.limit(rule, max(course.count, course.floor), why)
     course.enough = course.count
-    rule, why = _most(situation, rung)
-    course.limit(rule, min(course.count, rung.most), why)
+    rule, why = _most(situation, option)
+    course.limit(rule, min(course.count, option.most), why)
     if not course.by_hand and (stale or unsettled(situation)):
         course.floor = max(course.floor, min(there, course.count))
     return course
 
 
-def limit(course: GuardrailTrace, situation: Situation, rung: ModeOption, granted: int) -> None:
+def limit(course: GuardrailTrace, situation: Situation, option: ModeOption, granted: int) -> None:
     """Apply BUDGET with ``granted`` replicas, STEP, RATE and HOLD; the last three only within a mode."""
     was = situation.count
     # Replicas whose resources other models get, and those above the bounds of a schedule, are not held.
-    ceiling = rung.most if _most(situation, rung)[0] is Guardrail.SCHEDULE else max(was, rung.most)
+    ceiling = option.most if _most(situation, option)[0] is Guardrail.SCHEDULE else max(was, option.most)
     most = min(granted if granted < course.count else was, ceiling)
     course.limit(Guardrail.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
-    if course.by_hand or rung.mode != situation.mode:
+    if course.by_hand or option.mode != situation.mode:
         return
     scale, failures = situation.scale, situation.supply.failures
     # A schedule's least count is reached at once, as the most is.
-    at_once = _least(situation, rung)[0] is Guardrail.SCHEDULE
-    least, floor = min(course.count, rung.least * at_once), min(course.count, max(course.floor, was))
+    at_once = _least(situation, option)[0] is Guardrail.SCHEDULE
+    least, floor = min(course.count, option.least * at_once), min(course.count, max(course.floor, was))
     up = max(1, math.ceil(scale.max_step_up * was - ROUNDING))
     if course.count > max(was + up, least):
         course.limit(Guardrail.STEP, max(was + up, least), f"at most {up} more per decision")
@@ -222,7 +229,7 @@ def limit(course: GuardrailTrace, situation: Situation, rung: ModeOption, grante
         allowed, why = _allowed(situation, scale.rates_down, -1)
         course.limit(Guardrail.RATE, max(course.count, min(was - allowed, most)), why)
     if course.count < min(was, most):
-        kept, why = _held(course, situation, rung)
+        kept, why = _held(course, situation, option)
         course.limit(Guardrail.HOLD, max(course.count, min(kept, most)), why)
 
 
@@ -297,44 +304,44 @@ def _needed(course: GuardrailTrace, situation: Situation) -> tuple[int, str]:
     return max([situation.count + int(situation.count == 0), *long]), why
 
 
-def _least(situation: Situation, rung: ModeOption) -> tuple[Guardrail, str]:
+def _least(situation: Situation, option: ModeOption) -> tuple[Guardrail, str]:
     """The rule and the reason for the least count of a mode."""
     for key, schedule in schedules_in_force(situation):
-        if schedule.min is not None and min(schedule.min, rung.most) == rung.least:
+        if schedule.min is not None and min(schedule.min, option.most) == option.least:
             return Guardrail.SCHEDULE, f"{key} has at least {schedule.min}"
-    return Guardrail.MIN_HEALTHY, f"{rung.mode} has at least {rung.least}"
+    return Guardrail.MIN_HEALTHY, f"{option.mode} has at least {option.least}"
 
 
-def _most(situation: Situation, rung: ModeOption) -> tuple[Guardrail, str]:
+def _most(situation: Situation, option: ModeOption) -> tuple[Guardrail, str]:
     """The rule and the reason for the largest count of a mode."""
     for key, schedule in schedules_in_force(situation):
-        if schedule.max == rung.most:
+        if schedule.max == option.most:
             return Guardrail.SCHEDULE, f"{key} has at most {schedule.max}"
-    return Guardrail.BUDGET, f"{rung.mode} has at most {rung.most}"
+    return Guardrail.BUDGET, f"{option.mode} has at most {option.most}"
 
 
-def _healthy(situation: Situation, rung: ModeOption, course: GuardrailTrace) -> tuple[int, Guardrail, str]:
+def _healthy(situation: Situation, option: ModeOption, course: GuardrailTrace) -> tuple[int, Guardrail, str]:
     """The minimum count, its rule, and why."""
-    if course.by_hand and course.count == 0 == rung.least:
+    if course.by_hand and course.count == 0 == option.least:
         return 0, Guardrail.MIN_HEALTHY, ""
     demand, scale = situation.signals.demand, situation.scale
     queued = demand.queued if demand is not None else 0
     healthy = Guardrail.MIN_HEALTHY
     return max(
         (int(queued > 0 and situation.count == 0), healthy, f"{queued} queued and no replica"),
-        (min(max(scale.min_healthy, 1), rung.most), healthy, f"scale.min_healthy is {scale.min_healthy}"),
-        (rung.least, *_least(situation, rung)),
+        (min(max(scale.min_healthy, 1), option.most), healthy, f"scale.min_healthy is {scale.min_healthy}"),
+        (option.least, *_least(situation, option)),
         key=lambda found: found[0],
     )
 
 
-def _held(course: GuardrailTrace, situation: Situation, rung: ModeOption) -> tuple[int, str]:
+def _held(course: GuardrailTrace, situation: Situation, option: ModeOption) -> tuple[int, str]:
     """The count that hold_s keeps, and why."""
     waits = unsettled(situation)
     if waits:
         return situation.count, waits
     chosen = situation.scale.hold_s
-    hold_s = max(rung.lead_s, HOLD_S) if chosen == "auto" else chosen
+    hold_s = max(option.lead_s, HOLD_S) if chosen == "auto" else chosen
     lows = low_since(course, situation)
     long = [count for count, since in lows.items() if situation.at - since >= hold_s]
     shown = situation.at - lows.get(course.enough, situation.at)

@@ -131,7 +131,7 @@ class ObservedModel(NamedTuple):
     def situation(
         self,
         deployment: Deployment,
-        rungs: tuple[ModeOption, ...],
+        mode_options: tuple[ModeOption, ...],
         supply: Supply,
         signals: Signals,
         *,
@@ -155,7 +155,7 @@ class ObservedModel(NamedTuple):
             mode=self.mode,
             count=self.replicas,
             settled=settled and not leaving,
-            rungs=rungs,
+            mode_options=mode_options,
             supply=supply,
             signals=signals,
             slo=control.strictest_slo,
@@ -164,7 +164,7 @@ class ObservedModel(NamedTuple):
             guard=control.guard,
             queue_s=deployment.gateway.queue_timeout_s,
             leaving=leaving,
-            overflow=any(name in upstream.models for upstream in deployment.upstreams),
+            spillover=any(name in upstream.models for upstream in deployment.upstreams),
             override=override,
             memory=memory,
             slo_by_priority={each: control.slo_of(each) for each in Priority}

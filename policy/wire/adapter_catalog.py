@@ -36,7 +36,7 @@ class CatalogVersion(msgspec.Struct, frozen=True, kw_only=True):
 class Alias(msgspec.Struct, frozen=True, kw_only=True):
     """A name on a base ``model``, and its versions in use: ``split``, (number, weight) of some ``versions``.
 
-    ``revision`` grows with each change. ``tenants`` are those who may see it, everybody if there are none.
+    ``revision`` grows with each change. ``tenants`` are those who may see it, all if there are none.
     """
 
     model: str

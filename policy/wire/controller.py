@@ -104,10 +104,10 @@ def with_query(path: str, **parameters: str | float | None) -> str:
 class AddAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An adapter to add, to ``model`` or else to the only model that takes adapters.
 
-    ``tenants`` may see it; ``None`` leaves them as they are (a new adapter: everybody), an empty tuple is
-    everybody. ``weight`` is the percentage of the name's requests that it serves, ``None`` for all. ``force``
+    ``tenants`` may see it; ``None`` leaves them as they are (a new adapter: all), an empty tuple is
+    all. ``weight`` is the percentage of the name's requests that it serves, ``None`` for all. ``force``
     takes an adapter that names another base model. Unknown keys are refused: a misspelt ``tenants`` would
-    show the adapter to everybody.
+    show the adapter to all tenants.
     """
 
     name: str

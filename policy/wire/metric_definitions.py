@@ -79,10 +79,10 @@ REQUESTS = (
            ("model", "count"), _FIRST),
     Metric("tidegate_coalesced_calls", _C, "calls", "Calls that several requests shared.", _MODEL),
     Metric("tidegate_coalesced_requests", _C, "requests", "Requests answered out of a shared call.", _MODEL),
-    Metric("tidegate_overflow_attempts", _C, "attempts",
+    Metric("tidegate_spillover_attempts", _C, "attempts",
            "Attempts on fallback providers; cost_cap: the money was spent.",
            ("model", "upstream", "outcome"), _FIRST),
-    Metric("tidegate_overflow_cost", _C, "money", "Money spent at fallback providers.", ("upstream",),
+    Metric("tidegate_spillover_cost", _C, "money", "Money spent at fallback providers.", ("upstream",),
            _FIRST),
 )  # fmt: skip
 LATENCY = (

@@ -274,7 +274,7 @@ def _point(situation: Situation, decision: Decision) -> _Point:
 def _numbers(situation: Situation, decision: Decision) -> Row:
     """The numbers of one decision, in the order of :data:`COLUMNS`."""
     supply, signals, demand = situation.supply, situation.signals, situation.signals.demand
-    gpus = {option.mode: option.gpus for option in situation.rungs}
+    gpus = {option.mode: option.gpus for option in situation.mode_options}
     held = supply.serving + len(supply.starting_s) + supply.draining
     samples = signals.replicas
     watts = [sample.watts for sample in samples if sample.watts is not None]

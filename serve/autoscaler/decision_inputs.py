@@ -47,12 +47,12 @@ class SituationBuilder:
         """The situation of ``model`` at ``at`` (Unix seconds)."""
         target = self.targets.get(model)
         seen = self.observed.model(target, deployment.budget)
-        rungs = tuple(
+        mode_options = tuple(
             seen.option(mode, self._facts(target, mode, deployment.budget))
             for mode in target.spec.modes
             if mode == target.aim.mode or not target.blocked(mode, at)
         )
-        here = next(rung for rung in rungs if rung.mode == target.aim.mode)
+        here = next(option for option in mode_options if option.mode == target.aim.mode)
         key, speed = target.key(), here.timing.model
         signals = signals_of(
             self.aggregator.signals(model, self.now()),
@@ -62,7 +62,7 @@ class SituationBuilder:
         self._note_watts(target, signals)
         supply = self.observed.supply(key, here.lead_s, self.now())
         return seen.situation(
-            deployment, rungs, supply, signals,
+            deployment, mode_options, supply, signals,
             at=at, settled=target.settled, memory=memory, override=target.override(at),
             wall_clock=lambda zone: wall_clock_s(zone, at),
         )  # fmt: skip

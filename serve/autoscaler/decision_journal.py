@@ -53,6 +53,14 @@ class DecisionRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
 
 Line = DecisionRound | SwitchOutcome
 _decode = msgspec.json.Decoder(Line).decode
+# The former names of fields, by which older journals are read; all their rounds have the first.
+_FORMER_NAMES = {
+    "rungs": "mode_options",
+    "overflow": "spillover",
+    "clips": "applied_guardrails",
+    "outlooks": "mode_forecasts",
+}
+_FORMER_FIELD = b'"rungs":'
 
 
 class DecisionJournal:
@@ -117,7 +125,7 @@ class DecisionJournal:
             with contextlib.suppress(FileNotFoundError):
                 for raw in _backwards(path, self._block_bytes):
                     with contextlib.suppress(msgspec.MsgspecError):
-                        yield _decode(raw)
+                        yield _decode_former(raw) if _FORMER_FIELD in raw else _decode(raw)
 
     def forget(self, model: str) -> None:
         """Forget unwritten decisions of ``model``, which was removed."""
@@ -169,11 +177,21 @@ def without_memory(situation: Situation) -> Situation:
     return msgspec.structs.replace(situation, memory=DecisionMemory())
 
 
+def _decode_former(raw: bytes) -> Line:
+    """A line that may have fields by their former names."""
+    line = msgspec.json.decode(raw)
+    for each in (*line.get("situations", {}).values(), *line.get("decisions", {}).values()):
+        for former in each.keys() & _FORMER_NAMES.keys():
+            each[_FORMER_NAMES[former]] = each.pop(former)
+    made: Line = msgspec.convert(line, Line, str_keys=True)
+    return made
+
+
 def _gist(decision: Decision) -> object:
     """The parts of a decision whose change is worth a line in the journal."""
     shadow = decision.shadow.count if decision.shadow is not None else None
-    clips = tuple((clip.rule, clip.now) for clip in decision.clips)
-    return decision.mode, decision.count, decision.proposal.count, clips, shadow, decision.dry_run
+    applied = tuple((each.rule, each.now) for each in decision.applied_guardrails)
+    return decision.mode, decision.count, decision.proposal.count, applied, shadow, decision.dry_run
 
 
 def _backwards(path: Path, block_bytes: int) -> Iterator[bytes]:

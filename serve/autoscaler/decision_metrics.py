@@ -28,7 +28,7 @@ class DecisionCounts:
     def take(self, decisions: Mapping[str, Decision], situations: Mapping[str, Situation]) -> None:
         """Count the decisions of one round."""
         for name, decision in decisions.items():
-            rule = str(decision.clips[-1].rule) if decision.clips else "policy"
+            rule = str(decision.applied_guardrails[-1].rule) if decision.applied_guardrails else "policy"
             self.decisions[name, _change(decision), rule] += 1
             self._judge(decision, situations[name])
 
@@ -48,7 +48,7 @@ class DecisionCounts:
                 self.forecasts[decision.model] += 1
                 self.errors[key] = self.errors.get(key, 0.0) + abs(error)
         if (expected := decision.proposal.forecast) is not None:
-            lead_s = next(rung.lead_s for rung in situation.rungs if rung.mode == situation.mode)
+            lead_s = next(option.lead_s for option in situation.mode_options if option.mode == situation.mode)
             waiting.append((decision.at + lead_s, expected))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from policy.scaling.decision_types import Decision, Situation
-from policy.scaling.serving_mode_selection import measured_cost
+from policy.scaling.replica_size_mode_selection import measured_cost
 from serve.controller_api_schema import SwitchOutcome
 from serve.state.desired_state import ExpectedGain, ModelTarget
 

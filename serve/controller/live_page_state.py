@@ -129,7 +129,9 @@ def _model(status: ModelStatus, decision: Decision | None, situation: Situation 
         return LiveModel(status=status)
     return LiveModel(
         status=status,
-        modes=tuple(msgspec.convert(option, LiveMode, from_attributes=True) for option in situation.rungs),
+        modes=tuple(
+            msgspec.convert(option, LiveMode, from_attributes=True) for option in situation.mode_options
+        ),
         slo=situation.slo,
         signals=situation.signals,
         supply=situation.supply,

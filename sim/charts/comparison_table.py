@@ -48,7 +48,7 @@ def comparison_rows(bounds: GpuHourBounds) -> tuple[ComparisonRow, ...]:
         ComparisonRow(
             "over the clairvoyant plan", lambda s: _times(s.gpu_hours / achievable if achievable else None)
         ),
-        ComparisonRow("cost", lambda s: f"{s.cost + s.overflow_cost:.2f}"),
+        ComparisonRow("cost", lambda s: f"{s.cost + s.spillover_cost:.2f}"),
         ComparisonRow("energy", lambda s: f"{s.joules / 3.6e6:.3g} kWh"),
         ComparisonRow("switches", lambda s: str(s.switches)),
         ComparisonRow("decisions", lambda s: str(s.decisions)),

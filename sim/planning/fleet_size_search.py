@@ -95,7 +95,7 @@ class FleetRunResult(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
 
 
-class OverflowResult(msgspec.Struct, frozen=True, kw_only=True):
+class SpilloverResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a fallback provider served in one run: its share of requests, tokens per hour and cost per hour.
 
     ``served_within`` is the fraction within the SLO of the requests that the fleet kept, with at most
@@ -169,9 +169,9 @@ class FleetRuns:
             cut=int(np.count_nonzero(requests.outcome == RequestOutcome.FAILED)),
         )
 
-    def overflow(
+    def spillover(
         self, candidate: ShapeCandidate, count: int, price: ProviderPrice, guess: int
-    ) -> OverflowResult | None:
+    ) -> SpilloverResult | None:
         """``count`` replicas, with a fallback provider of that price for the requests that they reject.
 
         The concurrency limit of a replica is the largest that keeps the requests it serves within the SLO, at
@@ -181,43 +181,43 @@ class FleetRuns:
             return self._all_bought(price)
         most = self._bound(candidate)
         if self.meets(candidate, count):
-            return self._overflown(candidate, count, price, most)
-        bounds: dict[int, OverflowResult] = {}
+            return self._spilled_over(candidate, count, price, most)
+        bounds: dict[int, SpilloverResult] = {}
 
         def misses(bound: int) -> bool:
-            bounds[bound] = found = self._overflown(candidate, count, price, bound)
+            bounds[bound] = found = self._spilled_over(candidate, count, price, bound)
             return found.served_within < self.spec.control.slo.attainment
 
         least = fewest(misses, guess, most)
         return bounds.get(most if least is None else least - 1)
 
-    def _overflown(
+    def _spilled_over(
         self, candidate: ShapeCandidate, count: int, price: ProviderPrice, bound: int
-    ) -> OverflowResult:
+    ) -> SpilloverResult:
         """The run with at most ``bound`` requests at once per replica."""
         shape = msgspec.structs.replace(candidate.shape, max_in_flight=bound)
         candidate = msgspec.structs.replace(candidate, shape=shape)
         models = {self.spec.name: ""}
         upstream = FallbackProviderConfig(
-            name="overflow", url="", models=models, price=price, cost_cap_per_h=float("inf")
+            name="spillover", url="", models=models, price=price, cost_cap_per_h=float("inf")
         )
         record = self._run(candidate, count, 1.0, upstreams=(upstream,))
         requests = record.requests[self.spec.name]
-        gone = requests.outcome == RequestOutcome.OVERFLOWN
+        gone = requests.outcome == RequestOutcome.SPILLED_OVER
         per_h = HOUR_S / self.demand.lasts_s
-        return OverflowResult(
+        return SpilloverResult(
             bound=bound,
             share=float(np.mean(gone)),
             input_tokens_per_h=float(requests.input_tokens[gone].sum()) * per_h,
             output_tokens_per_h=float(requests.output_tokens[gone].sum()) * per_h,
-            cost_per_h=record.overflow_cost * per_h,
+            cost_per_h=record.spillover_cost * per_h,
             served_within=float(np.mean(requests.met[~gone])) if not gone.all() else 0.0,
         )
 
-    def _all_bought(self, price: ProviderPrice) -> OverflowResult:
+    def _all_bought(self, price: ProviderPrice) -> SpilloverResult:
         per_h = self.demand.rps * HOUR_S
         inputs, outputs = self.demand.input_tokens * per_h, self.demand.output_tokens * per_h
-        return OverflowResult(
+        return SpilloverResult(
             bound=0,
             share=1.0,
             input_tokens_per_h=inputs,

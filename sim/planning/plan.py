@@ -18,15 +18,15 @@ from sim.planning.result import (
     CrashImpact,
     DeviceNeed,
     GrowthStep,
-    OverflowPlan,
     PlanOption,
     PowerEstimate,
+    SpilloverPlan,
     schedule,
 )
 
 # Replicas beyond those that the load needs: one may fail at any time.
 SPARE = 1
-# The most rows of the overflow table.
+# The most rows of the spillover table.
 _ROWS = 6
 # Runs of a search for a count, or for a limit of requests at once, as they usually take.
 _SEARCH_RUNS, _LIMIT_RUNS = 3, 6
@@ -83,7 +83,7 @@ def plan(
         growth=growth,
         power=_power(best, count, trials.tried(best, count), ask),
         schedule=[] if ask.monthly is None else schedule(needs, ask.monthly, ask.module, ask.lead_weeks),
-        overflow=[] if ask.upstream is None else _overflow(trials, best, count, ask.upstream, ask),
+        spillover=[] if ask.upstream is None else _spillover(trials, best, count, ask.upstream, ask),
         network=network(trials.demand, trials.spec.name, count, trials.tried(best, count).streams),
         basis=_basis(best, ask),
     )
@@ -168,21 +168,21 @@ def _peak_w(candidate: ShapeCandidate, ask: CapacityPlanRequest) -> float:
     return ask.gpu_peak_w if candidate.device == "gpu" else ask.core_peak_w
 
 
-def _overflow(
+def _spillover(
     trials: FleetRuns, best: ShapeCandidate, count: int, price: ProviderPrice, ask: CapacityPlanRequest
-) -> list[OverflowPlan]:
+) -> list[SpilloverPlan]:
     """From all the replicas that the load needs down to none, where the requests kept meet the SLO."""
     at_once = trials.tried(best, count).streams // count + 1
     rows = sorted({round(count * part / (_ROWS - 1)) for part in range(_ROWS)}, reverse=True)
     found = []
     for owned in rows:
-        bought = trials.overflow(best, owned, price, at_once)
+        bought = trials.spillover(best, owned, price, at_once)
         if bought is None:
             continue
         each = ask.prices.get(best.kind)
         owned_per_h = None if each is None else owned * best.degree * each
         found.append(
-            OverflowPlan(
+            SpilloverPlan(
                 replicas=owned,
                 devices=owned * best.degree,
                 bought=bought,
@@ -204,7 +204,7 @@ def _basis(best: ShapeCandidate, ask: CapacityPlanRequest) -> dict[str, str]:
         "failure": f"{assumed}: how long a start takes is control.assumed_start_s",
         "power": f"{assumed}: {power_model_of(best.kind, _peak_w(best, ask)).source}",
         "schedule": f"{assumed}: the growth as given, devices on a line between the loads above",
-        "overflow": f"{best.basis.value}: what simulated replicas turn away when they are full",
+        "spillover": f"{best.basis.value}: what simulated replicas turn away when they are full",
         "prices": f"{assumed}: as given",
         "streams": f"{Basis.MEASURED.value}: bytes of an event of the engine's chat stream, in a packet each",
         "requests": f"{assumed}: 4 characters a token, 800 bytes of headers and JSON",

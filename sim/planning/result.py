@@ -12,7 +12,7 @@ import msgspec
 from policy.config.deployment import ProviderPrice
 from sim.planning.candidates import Basis
 from sim.planning.demand import NetworkTraffic, WorkloadDemand
-from sim.planning.fleet_size_search import OutageResult, OverflowResult
+from sim.planning.fleet_size_search import OutageResult, SpilloverResult
 
 # A month is a twelfth of 365.25 days.
 WEEKS_PER_MONTH = 365.25 / 12 / 7
@@ -133,7 +133,7 @@ class PowerEstimate(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class OverflowPlan(msgspec.Struct, frozen=True, kw_only=True):
+class SpilloverPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas`` owned, and a fallback provider for the rest; ``total_per_h`` needs both prices.
 
     Requests that the replicas keep meet the SLO with the concurrency limit of ``bought``.
@@ -141,7 +141,7 @@ class OverflowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     replicas: int
     devices: float
-    bought: OverflowResult
+    bought: SpilloverResult
     owned_per_h: float | None
     total_per_h: float | None
 
@@ -167,7 +167,7 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     growth: list[GrowthStep] = []
     power: PowerEstimate | None = None
     schedule: list[CapacityAddition] = []
-    overflow: list[OverflowPlan] = []
+    spillover: list[SpilloverPlan] = []
     network: NetworkTraffic | None = None
     basis: dict[str, str] = {}
 
@@ -177,7 +177,7 @@ class CapacityPlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     ``growth`` are load factors in ascending order; ``prices`` the price per device-hour by kind;
     ``gpu_peak_w`` and ``core_peak_w`` the power of unknown kinds. ``monthly`` is the growth per month (0.1 is
-    10 %); devices come in units of ``module`` after ``lead_weeks``. ``upstream`` is the price of overflow,
+    10 %); devices come in units of ``module`` after ``lead_weeks``. ``upstream`` is the price of spillover,
     ``most`` the largest count that is tried. ``described`` marks a load that is not a trace.
     """
 

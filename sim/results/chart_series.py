@@ -172,7 +172,9 @@ def decisions_of(at: float, decision: Decision) -> str:
     """One decision as text: the change, its reason, and the rules that changed the count."""
     before, after = f"{decision.was_mode} x {decision.was_count}", f"{decision.mode} x {decision.count}"
     lines = [f"{clock(at)} {before} → {after}: {decision.reason}"]
-    lines += [f"  {clip.rule.value}: {clip.was} → {clip.now}, {clip.why}" for clip in decision.clips]
+    lines += [
+        f"  {each.rule.value}: {each.was} → {each.now}, {each.why}" for each in decision.applied_guardrails
+    ]
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     counts those per second of the run. ``failed`` requests got no answer: ``refused``, ``expired`` in the
     queue, or cut off. Quantiles are in seconds over the requests that have the value; ITL is each request's
     mean. ``gpu_hours`` are core-hours where there are no GPUs. ``cost`` is in the currency of the budget,
-    ``overflow_cost`` in that of the fallback providers. ``oracle_ratio`` is ``gpu_hours`` over the lower
+    ``spillover_cost`` in that of the fallback providers. ``oracle_ratio`` is ``gpu_hours`` over the lower
     bound. ``None``: no value.
     """
 
@@ -49,12 +49,12 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     refused: int
     expired: int
-    overflown: int
+    spilled_over: int
     preemptions: int
     adapter_loads: int
     decisions: int
     cost: float
-    overflow_cost: float
+    spillover_cost: float
     joules: float
 
 
@@ -86,12 +86,12 @@ def summarise(record: RunRecord, lower_gpu_hours: float | None = None) -> RunSum
         failed=sum(counts[each] for each in LOST),
         refused=counts[RequestOutcome.REFUSED],
         expired=counts[RequestOutcome.EXPIRED],
-        overflown=counts[RequestOutcome.OVERFLOWN],
+        spilled_over=counts[RequestOutcome.SPILLED_OVER],
         preemptions=record.preemptions,
         adapter_loads=record.adapter_loads,
         decisions=len(record.decisions),
         cost=record.cost,
-        overflow_cost=record.overflow_cost,
+        spillover_cost=record.spillover_cost,
         joules=record.joules,
     )
 

@@ -268,16 +268,16 @@ class _Run:
             self._push(due, "look", model, 0)
 
     def _over(self, place: SimulatedTicket, outcome: RequestOutcome, at: float) -> None:
-        """A request has ended in the fleet: served, overflown, or failed."""
+        """A request has ended in the fleet: served, spilled over, or failed."""
         self._open -= 1
         model = place.request.model
-        if outcome in (RequestOutcome.REFUSED, RequestOutcome.EXPIRED) and self._overflows(model, place, at):
-            outcome = RequestOutcome.OVERFLOWN
+        if outcome in (RequestOutcome.REFUSED, RequestOutcome.EXPIRED) and self._spills(model, place, at):
+            outcome = RequestOutcome.SPILLED_OVER
         met = self._ledgers[model].over(place.number, place, outcome, at)
         self._recent[model].append((at, met))
         self._arrivals.ended(place.arrival.session, at)
 
-    def _overflows(self, model: str, place: SimulatedTicket, at: float) -> bool:
+    def _spills(self, model: str, place: SimulatedTicket, at: float) -> bool:
         """Whether a fallback provider takes it within its spend cap."""
         for upstream in self._deployment.upstreams:
             if model in upstream.models:
@@ -285,7 +285,7 @@ class _Run:
                 spend_cap = self._spend_caps[upstream.name]
                 if (hold := spend_cap.hold(price, at)) is not None:
                     spend_cap.settle(hold, price, at)
-                    self._record.overflow_cost += price
+                    self._record.spillover_cost += price
                     return True
         return False
 

@@ -37,7 +37,7 @@ class RequestOutcome(IntEnum):
     REFUSED = 1  # rejected on arrival, or displaced by another
     EXPIRED = 2  # waited in the gateway until its deadline
     FAILED = 3  # its replica crashed after it had begun, or could never hold it
-    OVERFLOWN = 4  # served by a fallback provider
+    SPILLED_OVER = 4  # served by a fallback provider
 
 
 # Neither a replica nor a fallback provider answered them.
@@ -134,4 +134,4 @@ class RunRecord:
     gpu_s: float = 0.0
     cost: float = 0.0
     joules: float = 0.0
-    overflow_cost: float = 0.0
+    spillover_cost: float = 0.0

@@ -134,7 +134,7 @@ def _cheapest(stack: Stack) -> str:
     decisions = json.loads(stack.run("explain", CHAT, "--json").stdout)["decisions"]
     decision = max((each["decision"] for each in decisions), key=lambda each: each["at"])
     assert decision["at"] > stack.controller.status().epoch
-    return str(min(decision["outlooks"], key=lambda outlook: outlook["cost"])["mode"])
+    return str(min(decision["mode_forecasts"], key=lambda forecast: forecast["cost"])["mode"])
 
 
 def _why(stack: Stack) -> str:

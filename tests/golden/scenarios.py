@@ -35,7 +35,7 @@ def step() -> Fleet:
 
 def flash() -> Fleet:
     """Twenty times the load for 40 seconds, which no start can meet."""
-    burst = Model("chat", lambda t: 20.0 if 120 <= t < 160 else 1.0, policies=live(), overflow=True)
+    burst = Model("chat", lambda t: 20.0 if 120 <= t < 160 else 1.0, policies=live(), spillover=True)
     return Fleet(burst, budget=ResourceBudget(gpus=6)).run(600)
 
 
@@ -59,14 +59,21 @@ def shared() -> Fleet:
     """Eight cards: the second model, which goes first, needs more of them for five minutes."""
     batch = Model("batch", lambda t: 5.0, policies=live(), count=6)
     chat = Model(
-        "chat", lambda t: 5.0 if 120 <= t < 420 else 1.0, policies=live(), count=2, priority=10, overflow=True
+        "chat",
+        lambda t: 5.0 if 120 <= t < 420 else 1.0,
+        policies=live(),
+        count=2,
+        priority=10,
+        spillover=True,
     )
     return Fleet(batch, chat, budget=ResourceBudget(gpus=8)).run(780)
 
 
 def crossover() -> Fleet:
     """One large replica meets the objective until it cannot keep up; then eight small ones, and back."""
-    model = Model("chat", lambda t: 7.5 if 300 <= t < 1500 else 2.0, rungs=BOTH, slo=QUICK, policies=live())
+    model = Model(
+        "chat", lambda t: 7.5 if 300 <= t < 1500 else 2.0, mode_options=BOTH, slo=QUICK, policies=live()
+    )
     return Fleet(model, budget=ResourceBudget(gpus=12)).run(2100)
 
 
@@ -75,7 +82,7 @@ def zero() -> Fleet:
     model = Model(
         "chat",
         lambda t: 1.0 if t < 60 or t >= 800 else 0.0,
-        rungs=(mode_option(SMALL.mode, least=0),),
+        mode_options=(mode_option(SMALL.mode, least=0),),
         scale=ScaleConfig(zero_after_s=300.0),
         policies=live(),
         count=2,

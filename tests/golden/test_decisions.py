@@ -38,7 +38,7 @@ def said(given: Situation, made: Decision) -> str:
 
 def gist(made: Decision) -> object:
     """What of a decision is worth a line of its own."""
-    rules = [(clip.rule, clip.was, clip.now) for clip in made.clips]
+    rules = [(each.rule, each.was, each.now) for each in made.applied_guardrails]
     return made.mode, made.count, made.proposal.count, rules, made.changes
 
 

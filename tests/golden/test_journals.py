@@ -33,9 +33,11 @@ def without_prose(made: Decision) -> Decision:
         reason="",
         proposal=proposal,
         shadow=shadow,
-        clips=tuple(msgspec.structs.replace(clip, why="") for clip in made.clips),
+        applied_guardrails=tuple(msgspec.structs.replace(each, why="") for each in made.applied_guardrails),
         # What a switch takes was not recorded then, either.
-        outlooks=tuple(msgspec.structs.replace(each, why="", switch=None) for each in made.outlooks),
+        mode_forecasts=tuple(
+            msgspec.structs.replace(each, why="", switch=None) for each in made.mode_forecasts
+        ),
     )
 
 

@@ -81,7 +81,7 @@ def situation(rate: float = 1.0, count: int = 1, **changes: Any) -> Situation:
         "mode": SMALL.mode,
         "count": count,
         "settled": True,
-        "rungs": (SMALL,),
+        "mode_options": (SMALL,),
         "supply": Supply(wanted=count, serving=count),
         "signals": Signals(demand=demand(rate), replicas=figures(count)),
         "slo": SloConfig(),
@@ -151,7 +151,7 @@ class Model:
 
     name: str
     load: Callable[[float], float]
-    rungs: tuple[ModeOption, ...] = (SMALL,)
+    mode_options: tuple[ModeOption, ...] = (SMALL,)
     policies: ModelPolicies = field(default_factory=lambda: ModelPolicies(Proportional()))
     mode: str = ""
     count: int = 1
@@ -159,7 +159,7 @@ class Model:
     slo: SloConfig = field(default_factory=SloConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     switching: ModeSwitchConfig = field(default_factory=ModeSwitchConfig)
-    overflow: bool = False
+    spillover: bool = False
     drain_s: float = 10.0
     fails: Callable[[float], bool] = lambda at: False
     stale: Callable[[float], bool] = lambda at: False
@@ -175,12 +175,12 @@ class Model:
     last: ModelDemand | None = None
 
     def __post_init__(self) -> None:
-        self.mode = self.mode or self.rungs[0].mode
+        self.mode = self.mode or self.mode_options[0].mode
         self.wanted = {self.mode: self.count}
         self.replicas = [_Replica(self.mode, 0.0) for _ in range(self.count)]
 
     def of(self, mode: str) -> ModeOption:
-        return next(option for option in self.rungs if option.mode == mode)
+        return next(option for option in self.mode_options if option.mode == mode)
 
     def serving(self, mode: str, at: float) -> int:
         return sum(r.mode == mode and r.gone_at is None and r.ready_at <= at for r in self.replicas)
@@ -276,7 +276,7 @@ class Fleet:
         layer = model.layer(model.mode, self.at)
         leaving = {
             option.mode: model.layer(option.mode, self.at).occupied
-            for option in model.rungs
+            for option in model.mode_options
             if option.mode != model.mode and model.layer(option.mode, self.at).occupied
         }
         starting = sorted(
@@ -293,7 +293,7 @@ class Fleet:
             mode=model.mode,
             count=model.count,
             settled=layer.ready >= model.count and not leaving,
-            rungs=model.rungs,
+            mode_options=model.mode_options,
             supply=Supply(
                 wanted=layer.wanted,
                 serving=layer.ready,
@@ -308,15 +308,17 @@ class Fleet:
             guard=GuardConfig(),
             queue_s=60.0,
             leaving=leaving,
-            overflow=model.overflow,
+            spillover=model.spillover,
             override=model.override(self.at),
             memory=model.memory,
         )
 
     def _apply(self, model: Model) -> None:
         """Let the planner set the next counts, and apply them."""
-        layers = {self._key(model, option.mode): model.layer(option.mode, self.at) for option in model.rungs}
-        footprints = {self._key(model, one.mode): Resources(one.gpus, one.cpus) for one in model.rungs}
+        layers = {
+            self._key(model, option.mode): model.layer(option.mode, self.at) for option in model.mode_options
+        }
+        footprints = {self._key(model, one.mode): Resources(one.gpus, one.cpus) for one in model.mode_options}
         others = summed(
             Resources(other.of(replica.mode).gpus, other.of(replica.mode).cpus)
             for other in self.models

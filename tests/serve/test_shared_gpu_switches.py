@@ -79,7 +79,7 @@ async def test_the_lead_time_of_a_switch_is_a_wake(plane: Plane) -> None:
     plane.controller.mode("m", "multi-replica")
     await plane.ticks()
     (now,) = plane.controller.autoscaler.journal.read(1)
-    options = now.situation.rungs
+    options = now.situation.mode_options
     assert {option.mode: (option.lead_s, option.gap_s) for option in options}["single-large"] == (
         WAKE_S,
         WAKE_S,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policy.engine.replica_capacity import Capability
-from policy.scaling.decision_types import Clip, Decision, Guardrail
+from policy.scaling.decision_types import AppliedGuardrail, Decision, Guardrail
 from policy.scaling.view import Proposal
 from sim.simulator.run_record import ModelTickSample, RequestColumns, RequestOutcome, RunRecord
 
@@ -59,7 +59,9 @@ def moment(at: float, **more: float | int | str) -> ModelTickSample:
     return ModelTickSample(at=at, **{**usual, **more})  # type: ignore[arg-type]
 
 
-def decision(was: int, count: int, reason: str, *clips: Clip, mode: str = "multi-replica") -> Decision:
+def decision(
+    was: int, count: int, reason: str, *applied: AppliedGuardrail, mode: str = "multi-replica"
+) -> Decision:
     return Decision(
         at=0.0,
         model="m",
@@ -70,11 +72,11 @@ def decision(was: int, count: int, reason: str, *clips: Clip, mode: str = "multi
         reason=reason,
         proposal=Proposal(count=count, reason=reason),
         capability=Capability(mu=1.0, mu_max=2.0),
-        clips=clips,
+        applied_guardrails=applied,
     )
 
 
-STEP = Clip(rule=Guardrail.STEP, was=5, now=2, why="at most doubled")
+STEP = AppliedGuardrail(rule=Guardrail.STEP, was=5, now=2, why="at most doubled")
 
 
 def record(minutes: int = 10) -> RunRecord:

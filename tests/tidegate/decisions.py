@@ -10,7 +10,7 @@ from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, Sl
 from policy.engine.performance_model import BatchLimits, Timing
 from policy.engine.replica_capacity import Capability
 from policy.scaling.decision_types import (
-    Clip,
+    AppliedGuardrail,
     Decision,
     Guardrail,
     ModeForecast,
@@ -67,7 +67,7 @@ OPTIONS = (
 def situation(**over: Any) -> Situation:
     fields: dict[str, Any] = {
         "at": 1000.0, "tick_s": 5.0, "model": "sim", "priority": 0, "mode": "multi-replica", "count": 2,
-        "settled": True, "rungs": OPTIONS, "supply": Supply(wanted=2, serving=2, starting_s=(4.0,)),
+        "settled": True, "mode_options": OPTIONS, "supply": Supply(wanted=2, serving=2, starting_s=(4.0,)),
         "signals": SIGNALS, "slo": SloConfig(ttft_p95_s=1.0, itl_p95_s=0.05), "scale": ScaleConfig(),
         "switching": ModeSwitchConfig(), "guard": GuardConfig(), "queue_s": 60.0,
     }  # fmt: skip
@@ -93,10 +93,12 @@ def decision(**over: Any) -> Decision:
         "was_count": 2, "reason": "load rises: 16.1/s at most, and a replica takes 3.40/s",
         "proposal": PROPOSAL,
         "capability": Capability(mu=3.4, mu_max=5.1, error=0.06, version=3),
-        "clips": (
-            Clip(rule=Guardrail.STEP, was=6, now=4, why="2 more at once (control.scale.max_step_up 1)"),
+        "applied_guardrails": (
+            AppliedGuardrail(
+                rule=Guardrail.STEP, was=6, now=4, why="2 more at once (control.scale.max_step_up 1)"
+            ),
         ),
-        "outlooks": OUTLOOKS, "shadow": Proposal(count=5, reason="queue 3 of 2"),
+        "mode_forecasts": OUTLOOKS, "shadow": Proposal(count=5, reason="queue 3 of 2"),
         "others": {"static": 1, "panic_window": 6},
     }  # fmt: skip
     return Decision(**fields | over)
@@ -104,7 +106,7 @@ def decision(**over: Any) -> Decision:
 
 def unchanged(at: float = 1005.0, **over: Any) -> Decision:
     """The next decision, which keeps the target."""
-    return msgspec.structs.replace(decision(), at=at, was_count=4, clips=(), **over)
+    return msgspec.structs.replace(decision(), at=at, was_count=4, applied_guardrails=(), **over)
 
 
 OVERRIDE = ModeOverride(mode="multi-replica", count=3, until=2800.0)

@@ -26,7 +26,7 @@ models:
 """
 
 
-def overflowing(key_file: str) -> str:
+def with_spillover(key_file: str) -> str:
     return f"""{EXTERNAL}
 upstreams:
   - name: cloud
@@ -78,7 +78,7 @@ def test_paths_are_relative_to_the_files_folder(tmp_path: Path, monkeypatch: pyt
 
 def test_a_key_file_is_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "cloud-key").write_text("sk-1")
-    document = load(write(tmp_path, overflowing("cloud-key")))
+    document = load(write(tmp_path, with_spillover("cloud-key")))
     assert document.deployment.upstreams[0].key_file == str(tmp_path / "cloud-key")
     assert "sk-1" not in repr(document)
 
@@ -113,7 +113,7 @@ def test_a_folder_beside_the_file_has_precedence_over_a_hub_id(tmp_path: Path) -
     [
         (vllm("./weights"), "models[0].source"),
         (vllm("package:x", "token_file: token"), "models[0].token_file"),
-        (overflowing("cloud-key"), "upstreams[0].key_file"),
+        (with_spillover("cloud-key"), "upstreams[0].key_file"),
         *(
             (
                 EXTERNAL.replace("'http://127.0.0.1:8000'", f"{{url: 'https://h:1', {key}: f}}"),

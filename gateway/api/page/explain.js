@@ -46,8 +46,8 @@ function facts(situation, decision, outcome) {
   rows.push(fact("Policy", `${plural(decision.proposal.count, "replica")}: ${decision.proposal.reason}`,
     Object.keys(decision.proposal.terms).length ? `terms, in replicas: ${Object.entries(decision.proposal.terms).map(([name, value]) => `${name} ${number(value, 2)}`).join(", ")}` : null,
     decision.proposal.forecast === null ? null : `forecast ${perSecond(decision.proposal.forecast)}, upper bound ${perSecond(decision.proposal.forecast_high)}, for when a replica started now is ready`));
-  rows.push(fact("Limits", decision.clips.length ? decision.clips.map((clip) => h("span", null, h("b", null, clip.rule), ` ${clip.was} to ${clip.now}: ${clip.why}`)) : "none applied"));
-  if (decision.short) rows.push(fact("Unserved", `${perSecond(decision.short)} ${situation.overflow ? "go to fallback providers" : "exceed the capacity"}`));
+  rows.push(fact("Limits", decision.applied_guardrails.length ? decision.applied_guardrails.map((each) => h("span", null, h("b", null, each.rule), ` ${each.was} to ${each.now}: ${each.why}`)) : "none applied"));
+  if (decision.short) rows.push(fact("Unserved", `${perSecond(decision.short)} ${situation.spillover ? "go to fallback providers" : "exceed the capacity"}`));
   if (outcome) rows.push(fact("Outcome", `predicted gain ${share(outcome.promised)}, measured ${share(outcome.measured)}; ${share(outcome.met_before)} of requests within the SLO before, ${share(outcome.met)} since`));
   return rows;
 }
@@ -69,8 +69,8 @@ function proposals(situation, decision) {
 }
 
 function modes(decision) {
-  if (decision.outlooks.length < 2) return null;
-  return [h("h4", null, "Modes"), table("Modes", ["Mode", "Replicas", "Cost", "Within SLO", "TTFT p95", "ITL p95", "Note"], decision.outlooks.map((each) => h("tr", { key: each.mode, class: each.mode === decision.mode ? "chosen" : "" },
+  if (decision.mode_forecasts.length < 2) return null;
+  return [h("h4", null, "Modes"), table("Modes", ["Mode", "Replicas", "Cost", "Within SLO", "TTFT p95", "ITL p95", "Note"], decision.mode_forecasts.map((each) => h("tr", { key: each.mode, class: each.mode === decision.mode ? "chosen" : "" },
     h("th", { scope: "row" }, each.mode), h("td", null, count(each.count)), h("td", null, number(each.cost, 2)), h("td", null, share(each.met)),
     h("td", null, each.ttft_s === null ? "cannot keep up" : seconds(each.ttft_s)), h("td", null, each.itl_s === null ? "cannot keep up" : seconds(each.itl_s)),
     h("td", null, each.why, each.switch ? `. A switch takes ${duration(each.switch.lasts_s)}, with ${duration(each.switch.gap_s)} without a serving replica.` : "")))),

@@ -40,8 +40,8 @@ LOAD_S = 0.02
 class AdapterTraffic(NamedTuple):
     """The workload: ``requests`` at ``rate`` per second, the k-th adapter with weight ``k ** -exponent``.
 
-    They come in calls of ``together`` simultaneous requests for one adapter on average, such as several
-    choices or tools of one client. ``prompt_tokens``, ``output_tokens`` and ``together`` are means of
+    They come in calls of ``burst_size`` simultaneous requests for one adapter on average, such as several
+    choices or tools of one client. ``prompt_tokens``, ``output_tokens`` and ``burst_size`` are means of
     geometric distributions; prompts and answers are short, as in classification.
     """
 
@@ -49,7 +49,7 @@ class AdapterTraffic(NamedTuple):
     exponent: float
     rate: float
     requests: int
-    together: float
+    burst_size: float
     seed: int
     prompt_tokens: int = 64
     output_tokens: int = 8
@@ -62,12 +62,12 @@ def arrivals(traffic: AdapterTraffic) -> list[Arrival]:
     rng.shuffle(names)
     weights = zipf_weights(traffic.adapters, traffic.exponent)
     drawn = iter(rng.choices(names, weights, k=traffic.requests))
-    more = 1.0 - 1.0 / traffic.together
+    more = 1.0 - 1.0 / traffic.burst_size
     made: list[Arrival] = []
     at, adapter = 0.0, ""
     for _ in range(traffic.requests):
         if not made or rng.random() >= more:
-            at += rng.expovariate(traffic.rate / traffic.together)
+            at += rng.expovariate(traffic.rate / traffic.burst_size)
             adapter = next(drawn)
         prompt, output = (geometric(rng, mean) for mean in (traffic.prompt_tokens, traffic.output_tokens))
         made.append(Arrival(at, prompt, output, adapter=adapter))

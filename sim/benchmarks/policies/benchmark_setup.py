@@ -37,8 +37,8 @@ LONG_TOKENS = 4000
 class TraceHalf(StrEnum):
     """Policies are tuned on one half of a trace and judged on the other."""
 
-    TUNE = "tune"
-    JUDGE = "judge"
+    TUNING = "tuning"
+    TEST = "test"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class PolicyBenchmarkSetup:
     @property
     def stretch(self) -> RunInterval:
         """The judged part of a run: all but the warm-up."""
-        end = self.lasts_s / 2 + (self._warm_s if self.half is TraceHalf.JUDGE else 0.0)
+        end = self.lasts_s / 2 + (self._warm_s if self.half is TraceHalf.TEST else 0.0)
         return RunInterval(self._warm_s, end)
 
     @property
     def begins_s(self) -> float:
         """The instant of the trace at which a run begins."""
-        return self.lasts_s / 2 - self._warm_s if self.half is TraceHalf.JUDGE else 0.0
+        return self.lasts_s / 2 - self._warm_s if self.half is TraceHalf.TEST else 0.0
 
     def arrivals(self, factor: float, seed: int) -> list[Arrival]:
         """``factor`` times the requests of the trace, from the beginning of a run to the end of the half."""

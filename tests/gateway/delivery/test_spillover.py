@@ -101,7 +101,7 @@ class Site:
             sample.value
             for family in self.metrics.collect()
             for sample in family.samples
-            if sample.name == "tidegate_overflow_attempts_total" and sample.labels == of
+            if sample.name == "tidegate_spillover_attempts_total" and sample.labels == of
         )
 
     def spent(self, upstream: str = "u0") -> float:

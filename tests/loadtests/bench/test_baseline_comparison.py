@@ -39,7 +39,7 @@ def test_ratios_are_of_each_round_and_their_median_counts() -> None:
 )
 def test_throughput_ttft_and_errors_are_targets(ours: float, ttft_s: float, errors: int, met: bool) -> None:
     found = BaselineComparison.of(1, rounds((100, ours, 0.1, ttft_s), errors=errors))
-    assert found.meets(least_throughput=0.9, most_ttft=1.2001) is met
+    assert found.meets(min_throughput_ratio=0.9, max_ttft_ratio=1.2001) is met
 
 
 @pytest.mark.process

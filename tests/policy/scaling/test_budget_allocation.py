@@ -208,7 +208,7 @@ def test_a_switch_counts_the_replicas_that_it_replaces() -> None:
 def test_held_resources_include_leaving_replicas_of_other_shapes() -> None:
     given = situation(
         count=3,
-        rungs=(SMALL, LARGE),
+        mode_options=(SMALL, LARGE),
         supply=Supply(wanted=3, serving=2, starting_s=(5.0,), draining=1),
         leaving={LARGE.mode: 1},
     )
@@ -233,6 +233,6 @@ def test_attainable_resources_exclude_the_floors_of_lower_priorities() -> None:
 
 def test_cores_may_be_claimed_twice_during_a_switch() -> None:
     cores = mode_option("two-cores", gpus=0, cpus=2, of="cpu-smollm2-135m")
-    given = situation(mode="two-cores", rungs=(cores,))
+    given = situation(mode="two-cores", mode_options=(cores,))
     mine = claim("chat", 1, each=Resources(cpus=2), now=1, held=held(given))
     assert spare([mine], ResourceBudget(cpus=2)).cpus == 2

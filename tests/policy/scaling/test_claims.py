@@ -18,7 +18,7 @@ from policy.scaling.budget_resources import Resources
 from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, DecisionMemory, ModeOverride, Situation
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.serving_mode_selection import ModeComparison, ModeSelection
+from policy.scaling.replica_size_mode_selection import ModeComparison, ModeSelection
 from policy.scaling.view import Supply
 from tests.policy import control_play as play
 from tests.policy.control_play import demand, figures, mode_option, replayed, situation
@@ -31,7 +31,7 @@ def shared(gpus: int, low: int, *, priority: int = 1) -> play.Fleet:
     high = play.Model(
         "high",
         lambda t: 7.0 if t >= RISE else 2.0,
-        rungs=play.BOTH,
+        mode_options=play.BOTH,
         mode=play.LARGE.mode,
         priority=priority,
         slo=play.QUICK,
@@ -91,7 +91,7 @@ def waiting(**changes: Any) -> dict[str, Situation]:
         rate=7.0,
         priority=1,
         mode=play.LARGE.mode,
-        rungs=play.BOTH,
+        mode_options=play.BOTH,
         slo=play.QUICK,
         signals=msgspec.structs.replace(situation(7.0).signals, demand=demand(7.0, queued=120)),
         memory=memory,
@@ -129,7 +129,7 @@ def test_floors_are_kept(data: st.DataObject, gpus: int, healthy: int, count: in
     gap_s = data.draw(st.sampled_from([0.0, 20.0, 90.0]))
     given_both = waiting(
         signals=msgspec.structs.replace(situation(rate).signals, demand=demand(rate, queued=queued)),
-        rungs=(play.LARGE, mode_option(play.SMALL.mode, gap_s=gap_s)),
+        mode_options=(play.LARGE, mode_option(play.SMALL.mode, gap_s=gap_s)),
         memory=DecisionMemory(
             at=play.NOON - 5,
             better_since={play.SMALL.mode: play.NOON - 100},
@@ -157,13 +157,13 @@ def test_capacity_during_a_switch_counts_resources_to_be_released() -> None:
     large = mode_option("two-cards", gpus=2, most=4)
     given = situation(
         count=4,
-        rungs=(play.SMALL, large),
+        mode_options=(play.SMALL, large),
         slo=play.QUICK,
         supply=Supply(wanted=4, serving=4),
         signals=msgspec.structs.replace(situation(3.7).signals, replicas=figures(4)),
         memory=DecisionMemory(better_since={large.mode: play.NOON - 100}),
     )
-    able = {r.mode: capability(r.timing, workload_of(demand(3.7)), given.slo) for r in given.rungs}
+    able = {r.mode: capability(r.timing, workload_of(demand(3.7)), given.slo) for r in given.mode_options}
 
     def seen(alone: float, spare: float, reach: float = 8.0) -> ModeSelection:
         return ModeComparison(
@@ -181,6 +181,6 @@ def test_capacity_during_a_switch_counts_resources_to_be_released() -> None:
     assert (now.to and now.to.mode, now.early) == (large.mode, False)
     later = seen(alone=4.0, spare=0.0)
     assert (later.to and later.to.mode, later.early, later.gain) == (large.mode, True, now.gain)
-    assert "can be served during the switch" in later.outlooks[1].why
+    assert "can be served during the switch" in later.mode_forecasts[1].why
     # No lower priority holds anything: the missing resources are unattainable.
     assert seen(alone=4.0, spare=0.0, reach=4.0).to is None

@@ -64,7 +64,10 @@ scales = st.builds(
 def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
     """Any situation, consistent or not."""
     least = draw(st.integers(0, 2))
-    rungs = (mode_option(play.SMALL.mode, least=least, most=draw(st.integers(max(1, least), 9))), play.LARGE)
+    mode_options = (
+        mode_option(play.SMALL.mode, least=least, most=draw(st.integers(max(1, least), 9))),
+        play.LARGE,
+    )
     count = draw(st.integers(0, 10))
     serving = draw(st.integers(0, count))
     starting = draw(st.lists(st.floats(0, 60), max_size=count - serving))
@@ -76,7 +79,7 @@ def situations(draw: st.DrawFn, model: str = "chat") -> Situation:
         priority=draw(st.integers(-1, 1)),
         settled=draw(st.booleans()) and not leaving,
         leaving=leaving,
-        rungs=draw(st.sampled_from([rungs, rungs[:1]])),
+        mode_options=draw(st.sampled_from([mode_options, mode_options[:1]])),
         supply=Supply(
             wanted=count,
             serving=serving,
@@ -141,7 +144,7 @@ def test_a_decision_is_within_one_step(given: Situation, asked: int) -> None:
 def test_min_healthy_replicas_stay(given: Situation, asked: int) -> None:
     awake = msgspec.structs.replace(given, scale=msgspec.structs.replace(given.scale, zero_after_s=None))
     decision = decide(awake, asked)[0]
-    most = next(option for option in given.rungs if option.mode == decision.mode).most
+    most = next(option for option in given.mode_options if option.mode == decision.mode).most
     floor = min(max(1, given.scale.min_healthy), most)
     if decision.mode == given.mode and given.supply.failures < 3:
         assert decision.count >= min(floor, bounds(given)[1])
@@ -164,7 +167,7 @@ def test_stale_signals_neither_scale_down_nor_switch(given: Situation, how: str,
     decision = decide(blind, asked)[0]
     assert decision.mode == given.mode
     # Replicas beyond a lowered maximum are removed all the same.
-    assert decision.count >= min(given.count, given.rungs[0].most)
+    assert decision.count >= min(given.count, given.mode_options[0].most)
 
 
 @pytest.mark.slow
@@ -173,15 +176,15 @@ def test_no_model_grows_beyond_the_budget(data: st.DataObject, gpus: int, watts:
     shared = ResourceBudget(gpus=gpus, watts=watts)
     given = {name: data.draw(situations(name)) for name in ("a", "b", "c")}
     for name, each in given.items():
-        powered = tuple(msgspec.structs.replace(r, watts=300.0 * r.gpus) for r in each.rungs)
-        given[name] = msgspec.structs.replace(each, rungs=powered)
+        powered = tuple(msgspec.structs.replace(r, watts=300.0 * r.gpus) for r in each.mode_options)
+        given[name] = msgspec.structs.replace(each, mode_options=powered)
     wants = {name: ModelPolicies(play.Fixed(data.draw(st.integers(0, 9)))) for name in given}
     made = decide_all(given, shared, wants)
     # Desired counts: the rollout waits for replicas that leave.
     for resource, bound in (("gpus", gpus), ("watts", watts)):
         before = after = 0.0
         for name, each in given.items():
-            price = {r.mode: float(getattr(r, resource)) for r in each.rungs}
+            price = {r.mode: float(getattr(r, resource)) for r in each.mode_options}
             decision = made[name][0]
             before += price[each.mode] * each.count
             after += price[decision.mode] * decision.count
@@ -194,7 +197,9 @@ def test_more_load_never_needs_fewer_replicas(given: Situation, one: float, othe
     counts = []
     for rate in sorted((one, other)):
         signals = Signals(demand=demand(rate, queued=int(rate)), replicas=given.signals.replicas)
-        state = msgspec.structs.replace(given, signals=signals, rungs=given.rungs[:1], leaving={})
+        state = msgspec.structs.replace(
+            given, signals=signals, mode_options=given.mode_options[:1], leaving={}
+        )
         counts.append(decide(state, builtin(name))[0].count)
     assert counts[0] <= counts[1]
 
@@ -208,7 +213,7 @@ def test_an_override_lasts_until_its_end(given: Situation, asked: int, count: in
     if until <= play.NOON:
         assert decision == decide(given, asked)[0]
     else:
-        here = given.rungs[0]
+        here = given.mode_options[0]
         floor = max(here.least, min(max(1, given.scale.min_healthy), here.most))
         floor = 0 if count == here.least == 0 else floor
         assert (decision.mode, decision.count) == (given.mode, min(max(count, floor), here.most))
@@ -234,7 +239,7 @@ def test_no_flapping_under_random_load(seed: int, name: str) -> None:
     """Switches keep the dwell time, and scale-downs the scale-down delay."""
     load = random_load(Random(seed))  # noqa: S311 - loads are no secret
     model = play.Model(
-        "chat", load, rungs=play.BOTH, slo=play.QUICK, policies=ModelPolicies(builtin(name).live)
+        "chat", load, mode_options=play.BOTH, slo=play.QUICK, policies=ModelPolicies(builtin(name).live)
     )
     fleet = play.Fleet(model, budget=ResourceBudget(gpus=12)).run(1800)
     made = fleet.decisions("chat")
@@ -259,7 +264,7 @@ def test_models_that_share_a_budget_stay_within_it_and_replay(seed: int) -> None
         play.Model(
             name,
             random_load(stream, 0.5),
-            rungs=play.BOTH if name == "a" else (play.SMALL,),
+            mode_options=play.BOTH if name == "a" else (play.SMALL,),
             mode=play.SMALL.mode,
             priority=priority,
             slo=play.QUICK if name == "a" else SloConfig(),
@@ -312,7 +317,7 @@ def test_the_reason_names_proposal_limits_and_shortage() -> None:
         " capped at 2 by step: at most 1 more per decision; 2.16 req/s over capacity"
     )
     assert decision.changes and (decision.was_count, decision.count) == (1, 2)
-    assert decision.outlooks == ()
+    assert decision.mode_forecasts == ()
 
 
 def test_a_dry_run_decides_the_same() -> None:
@@ -349,7 +354,7 @@ def test_decisions_continue_after_the_clock_was_set_back(name: str) -> None:
 
 def test_delays_restart_after_a_time_without_decisions() -> None:
     """Scale-down delay and mode confirmation begin again after the controller was away for an hour."""
-    given = situation(count=4, rungs=play.BOTH, slo=play.QUICK)
+    given = situation(count=4, mode_options=play.BOTH, slo=play.QUICK)
     _, memory = decide(given, 1)
     assert memory.low_since and memory.better_since
     back = msgspec.structs.replace(given, at=given.at + 3600, memory=memory)

@@ -20,8 +20,8 @@ ZERO = mode_option("multi-replica", least=0)
 SLEEPY = ScaleConfig(zero_after_s=300.0)
 
 
-def clips(decision: Decision) -> list[tuple[str, int, int]]:
-    return [(clip.rule.value, clip.was, clip.now) for clip in decision.clips]
+def applied(decision: Decision) -> list[tuple[str, int, int]]:
+    return [(each.rule.value, each.was, each.now) for each in decision.applied_guardrails]
 
 
 def enough_for(seconds: float, count: int, given: Situation) -> Situation:
@@ -39,8 +39,8 @@ def by_hand(count: int | None, until: float | None = None, mode: str = SMALL.mod
 def test_an_override_ignores_policies_steps_holds_and_stale_metrics() -> None:
     given = situation(count=6, signals=Signals(), override=by_hand(1))
     decision, memory = decide(given, 6)
-    assert (decision.count, clips(decision)) == (1, [("override", 6, 1)])
-    assert decision.clips[0].why == "set manually until cleared"
+    assert (decision.count, applied(decision)) == (1, [("override", 6, 1)])
+    assert decision.applied_guardrails[0].why == "set manually until cleared"
     # The scale-down delay begins again at its end.
     assert memory.low_since == {}
 
@@ -48,18 +48,18 @@ def test_an_override_ignores_policies_steps_holds_and_stale_metrics() -> None:
 def test_bounds_min_healthy_and_budgets_limit_an_override() -> None:
     healthy = ScaleConfig(min_healthy=2)
     over = decide(situation(count=2, override=by_hand(20)), 2)[0]
-    assert (over.count, clips(over)) == (8, [("override", 2, 20), ("budget", 20, 8)])
+    assert (over.count, applied(over)) == (8, [("override", 2, 20), ("budget", 20, 8)])
     poor = decide(situation(count=2, override=by_hand(7)), 2, ResourceBudget(gpus=5))[0]
-    assert (poor.count, clips(poor)) == (5, [("override", 2, 7), ("budget", 7, 5)])
+    assert (poor.count, applied(poor)) == (5, [("override", 2, 7), ("budget", 7, 5)])
     low = decide(situation(count=2, override=by_hand(1), scale=healthy), 2)[0]
-    assert (low.count, clips(low)) == (2, [("override", 2, 1), ("min_healthy", 1, 2)])
+    assert (low.count, applied(low)) == (2, [("override", 2, 1), ("min_healthy", 1, 2)])
 
 
 def test_an_override_can_scale_to_zero() -> None:
-    given = situation(count=2, rungs=(ZERO,), override=by_hand(0))
+    given = situation(count=2, mode_options=(ZERO,), override=by_hand(0))
     assert decide(given, 2)[0].count == 0
     waits = Signals(demand=demand(1.0, queued=3))
-    asleep = situation(count=0, rungs=(ZERO,), signals=waits, override=by_hand(0))
+    asleep = situation(count=0, mode_options=(ZERO,), signals=waits, override=by_hand(0))
     assert decide(asleep, 1)[0].count == 0
     assert decide(situation(count=2, override=by_hand(0)), 2)[0].count == 1
 
@@ -68,8 +68,8 @@ def test_an_override_can_scale_to_zero() -> None:
 def test_an_override_of_a_removed_mode_or_without_a_count_leaves_the_count(
     override: ModeOverride, asked: int
 ) -> None:
-    decision = decide(situation(count=2, rungs=(SMALL, play.LARGE), override=override), asked)[0]
-    assert (decision.mode, decision.count, decision.clips) == (SMALL.mode, asked, ())
+    decision = decide(situation(count=2, mode_options=(SMALL, play.LARGE), override=override), asked)[0]
+    assert (decision.mode, decision.count, decision.applied_guardrails) == (SMALL.mode, asked, ())
 
 
 # Staleness.
@@ -87,8 +87,8 @@ def test_an_override_of_a_removed_mode_or_without_a_count_leaves_the_count(
 def test_stale_metrics_never_scale_down(signals: Signals, why: str) -> None:
     given = enough_for(3600, 1, situation(count=4, signals=signals))
     decision, memory = decide(given, 1)
-    assert (decision.count, clips(decision)) == (4, [("staleness", 1, 4)])
-    assert decision.clips[0].why.startswith(why)
+    assert (decision.count, applied(decision)) == (4, [("staleness", 1, 4)])
+    assert decision.applied_guardrails[0].why.startswith(why)
     assert memory.low_since == {}, "the scale-down delay begins again"
     assert decide(given, 6)[0].count == 6
 
@@ -105,13 +105,13 @@ def idle(seconds: float, count: int = 1, **changes: Any) -> Situation:
     """No request for ``seconds``, and none runs."""
     changes = {"idle_s": seconds, "arrivals": rates(0.0), "concurrency": rates(0.0)} | changes
     signals = Signals(demand=demand(0.0, **changes), replicas=figures(count, running=0))
-    return situation(count=count, rungs=(ZERO,), scale=SLEEPY, signals=signals)
+    return situation(count=count, mode_options=(ZERO,), scale=SLEEPY, signals=signals)
 
 
 def test_an_idle_model_is_scaled_to_zero() -> None:
     decision = decide(idle(300.0), 1)[0]
-    assert (decision.count, clips(decision)) == (0, [("min_healthy", 1, 0)])
-    assert "no request for 300 s" in decision.clips[0].why
+    assert (decision.count, applied(decision)) == (0, [("min_healthy", 1, 0)])
+    assert "no request for 300 s" in decision.applied_guardrails[0].why
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_an_idle_model_is_scaled_to_zero() -> None:
         # The probability of a request within the start-up time is 0.63.
         msgspec.structs.replace(
             idle(300.0, arrivals=msgspec.structs.replace(rates(0.0), last_600_s=0.05)),
-            rungs=(mode_option("multi-replica", least=0, lead_s=300.0),),
+            mode_options=(mode_option("multi-replica", least=0, lead_s=300.0),),
         ),
         msgspec.structs.replace(idle(600.0), scale=ScaleConfig()),
-        msgspec.structs.replace(idle(600.0), rungs=(SMALL,)),
+        msgspec.structs.replace(idle(600.0), mode_options=(SMALL,)),
         msgspec.structs.replace(idle(600.0), signals=Signals(demand=idle(600.0).signals.demand)),
         msgspec.structs.replace(
             idle(600.0), signals=Signals(demand=idle(600.0).signals.demand, replicas=figures(1, running=1))
@@ -141,8 +141,8 @@ def test_one_replica_stays_unless_the_model_is_idle(given: Situation) -> None:
 def test_a_queued_request_wakes_a_model_at_once() -> None:
     given = idle(0.0, count=0, queued=2, arrivals=rates(0.1))
     decision = decide(given, 0)[0]
-    assert (decision.count, clips(decision)) == (1, [("min_healthy", 0, 1)])
-    assert decision.clips[0].why == "2 queued and no replica"
+    assert (decision.count, applied(decision)) == (1, [("min_healthy", 0, 1)])
+    assert decision.applied_guardrails[0].why == "2 queued and no replica"
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_only_requests_wake_a_model(given: Situation, count: int) -> None:
 
 
 def test_a_budget_limits_and_reports_the_shortage() -> None:
-    given = situation(rate=6.0, count=2, overflow=True)
+    given = situation(rate=6.0, count=2, spillover=True)
     decision, memory = decide(given, 4, ResourceBudget(gpus=3))
-    assert (decision.count, clips(decision)) == (3, [("budget", 4, 3)])
+    assert (decision.count, applied(decision)) == (3, [("budget", 4, 3)])
     assert decision.short == pytest.approx(6.0 - 3 * decision.capability.mu)
     assert "3.12 req/s over capacity, may spill over to upstreams" in decision.reason
     assert memory.starved_since == play.NOON
@@ -178,7 +178,7 @@ def test_a_budget_limits_and_reports_the_shortage() -> None:
 
 
 def test_the_bounds_of_a_mode_leave_a_shortage_too() -> None:
-    given = situation(rate=3.0, rungs=(mode_option("multi-replica", most=1),))
+    given = situation(rate=3.0, mode_options=(mode_option("multi-replica", most=1),))
     decision = decide(given, 1)[0]
     assert decision.short == pytest.approx(3.0 - decision.capability.mu)
     # Below the bounds the policy needs no more.
@@ -187,7 +187,7 @@ def test_the_bounds_of_a_mode_leave_a_shortage_too() -> None:
 
 def test_a_smaller_budget_applies_in_steps_without_delay() -> None:
     decision = decide(situation(count=8), 8, ResourceBudget(gpus=2))[0]
-    assert clips(decision) == [("budget", 8, 2), ("step", 2, 4)]
+    assert applied(decision) == [("budget", 8, 2), ("step", 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -221,15 +221,15 @@ def test_replicas_of_a_stale_or_changing_model_are_not_taken(changes: dict[str, 
 )
 def test_a_step_is_a_fraction_of_the_count_or_one(count: int, asked: int, part: float, now: int) -> None:
     wide, scale = mode_option("multi-replica", most=20), ScaleConfig(max_step_up=part, max_step_down=part)
-    given = enough_for(60, 1, situation(count=count, scale=scale, rungs=(wide,)))
+    given = enough_for(60, 1, situation(count=count, scale=scale, mode_options=(wide,)))
     assert decide(given, asked)[0].count == now
 
 
 def test_failing_starts_stop_a_scale_up() -> None:
     failing = Supply(wanted=3, serving=2, failures=3)
     decision = decide(situation(count=3, supply=failing), 5)[0]
-    assert (decision.count, clips(decision)) == (3, [("step", 5, 3)])
-    assert decision.clips[0].why == "3 starts in a row failed"
+    assert (decision.count, applied(decision)) == (3, [("step", 5, 3)])
+    assert decision.applied_guardrails[0].why == "3 starts in a row failed"
     twice = msgspec.structs.replace(failing, failures=2)
     assert decide(situation(count=3, supply=twice), 5)[0].count == 5
     # A model at zero is woken all the same.
@@ -244,8 +244,8 @@ def test_a_scale_down_is_to_the_count_that_was_enough_for_the_whole_delay() -> N
     lows = {1: play.NOON - 20, 3: play.NOON - 60, 5: play.NOON - 300}
     given = situation(count=6, scale=ScaleConfig(max_step_down=1.0), memory=DecisionMemory(low_since=lows))
     decision, memory = decide(given, 1)
-    assert (decision.count, clips(decision)) == (3, [("hold", 1, 3)])
-    assert decision.clips[0].why == "1 enough for 20 of 60 s (scale.hold_s)"
+    assert (decision.count, applied(decision)) == (3, [("hold", 1, 3)])
+    assert decision.applied_guardrails[0].why == "1 enough for 20 of 60 s (scale.hold_s)"
     assert memory.low_since == lows
 
 
@@ -262,7 +262,7 @@ def test_a_higher_need_restarts_the_delay_of_lower_counts() -> None:
 )
 def test_the_auto_delay_is_a_minute_or_the_start_up_time(hold_s: Any, lead_s: float, held_s: float) -> None:
     given = situation(
-        count=2, rungs=(mode_option("multi-replica", lead_s=lead_s),), scale=ScaleConfig(hold_s=hold_s)
+        count=2, mode_options=(mode_option("multi-replica", lead_s=lead_s),), scale=ScaleConfig(hold_s=hold_s)
     )
     assert decide(enough_for(held_s - 0.1, 1, given), 1)[0].count == 2
     assert decide(enough_for(held_s, 1, given), 1)[0].count == 1
@@ -282,7 +282,7 @@ def test_the_auto_delay_is_a_minute_or_the_start_up_time(hold_s: Any, lead_s: fl
 def test_no_scale_down_while_a_change_is_under_way(changes: dict[str, Any], count: int, why: str) -> None:
     decision = decide(enough_for(3600, 2, situation(count=4, **changes)), 2)[0]
     assert decision.count == count
-    assert why in "".join(clip.why for clip in decision.clips if clip.rule is Guardrail.HOLD)
+    assert why in "".join(each.why for each in decision.applied_guardrails if each.rule is Guardrail.HOLD)
 
 
 def test_a_scale_up_is_allowed_during_a_switch() -> None:
@@ -295,8 +295,8 @@ def test_the_order_of_the_guardrails() -> None:
         count=1,
         signals=Signals(),
         scale=ScaleConfig(min_healthy=4, max_step_up=1.0),
-        rungs=(mode_option("multi-replica", most=6),),
+        mode_options=(mode_option("multi-replica", most=6),),
     )
     decision = decide(given, 0, ResourceBudget(gpus=3))[0]
     steps = [("staleness", 0, 1), ("min_healthy", 1, 4), ("budget", 4, 3), ("step", 3, 2)]
-    assert clips(decision) == steps
+    assert applied(decision) == steps

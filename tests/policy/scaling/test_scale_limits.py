@@ -35,7 +35,7 @@ def at_hour(hour: float, *schedules: ScalingSchedule, count: int = 1, **changes:
 def test_a_schedule_applies_from_its_start_to_its_end(hour: float, count: int) -> None:
     decision = decide(at_hour(hour, ScalingSchedule(**WORK, min=4)), 1)[0]
     assert decision.count == count
-    shown = [(clip.rule, clip.why) for clip in decision.clips]
+    shown = [(each.rule, each.why) for each in decision.applied_guardrails]
     assert shown == [(Guardrail.SCHEDULE, "scale.schedules[0] has at least 4")] * (count == 4)
 
 
@@ -53,7 +53,7 @@ def test_a_floor_and_a_ceiling_hold_whatever_the_policy_says(
     )  # fmt: skip
     idle = demand(0.0, idle_s=900.0, concurrency=rates(0.0))
     given = at_hour(
-        12, count=count, scale=scale, rungs=(mode_option(play.SMALL.mode, least=0),),
+        12, count=count, scale=scale, mode_options=(mode_option(play.SMALL.mode, least=0),),
         signals=Signals(demand=idle, replicas=figures(count, running=0)),
         override=ModeOverride(mode=play.SMALL.mode, count=asked) if by_hand else None,
     )  # fmt: skip
@@ -66,14 +66,14 @@ def test_of_overlapping_schedules_the_highest_floor_and_the_lowest_ceiling_apply
     assert decide(at_hour(9, *both), 0)[0].count == 3
     assert decide(at_hour(9, *both, count=8), 9)[0].count == 6
     # A mode with fewer replicas is bounded by its own.
-    large = at_hour(9, ScalingSchedule(**WORK, min=3), mode=play.LARGE.mode, rungs=(play.LARGE,))
+    large = at_hour(9, ScalingSchedule(**WORK, min=3), mode=play.LARGE.mode, mode_options=(play.LARGE,))
     assert decide(large, 1)[0].count == 1
 
 
 def test_the_bound_that_a_policy_applies_itself_is_shown() -> None:
     policy = ModelPolicies(make(choose("policy", {"static": {"replicas": 1}})))
     decision = decide(at_hour(9, ScalingSchedule(**WORK, min=4)), policy)[0]
-    assert (decision.count, decision.clips) == (4, ())
+    assert (decision.count, decision.applied_guardrails) == (4, ())
     assert (
         decision.reason == "wants 1: 1 configured; raised to 4 by schedule: scale.schedules[0] has at least 4"
     )
@@ -146,7 +146,7 @@ def test_the_rate_that_allows_the_most_applies(
     memory = DecisionMemory(changed=tuple((play.NOON - ago, change) for ago, change in made))
     decision = decide(situation(count=4, scale=scale, memory=memory), 8)[0]
     assert decision.count == count
-    assert [clip.rule for clip in decision.clips] == [Guardrail.RATE]
+    assert [each.rule for each in decision.applied_guardrails] == [Guardrail.RATE]
 
 
 # The scale-up delay.
@@ -172,7 +172,7 @@ def test_the_scale_up_delay_leaves_the_floor_and_a_model_at_zero_alone() -> None
     scale = ScaleConfig(hold_up_s=60.0, min_healthy=3)
     assert decide(situation(count=2, scale=scale), 8)[0].count == 3
     asleep = situation(
-        count=0, scale=ScaleConfig(hold_up_s=60.0), rungs=(mode_option(play.SMALL.mode, least=0),)
+        count=0, scale=ScaleConfig(hold_up_s=60.0), mode_options=(mode_option(play.SMALL.mode, least=0),)
     )
     decision, memory = decide(asleep, 5)
     assert decision.count == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policy.scaling.budget_resources import Resources
 from policy.scaling.decision_types import ModeOption, Situation
-from policy.scaling.serving_mode_selection import ModeSelection
+from policy.scaling.replica_size_mode_selection import ModeSelection
 from policy.scaling.switch_cost import (
     Capacities,
     ModeSwitch,
@@ -24,7 +24,7 @@ from policy.scaling.switch_cost import (
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from tests.policy.control_play import LARGE, NOON, SMALL, demand, figures, mode_option
-from tests.policy.scaling.test_serving_mode_selection import comparison, confirmed, large
+from tests.policy.scaling.test_replica_size_mode_selection import comparison, confirmed, large
 
 NO_BOUND = Resources(math.inf, math.inf, math.inf, math.inf)
 
@@ -157,14 +157,14 @@ def queued(count: int, rate: float, *, gap_s: float = 20.0, **memory: Any) -> Si
     """Eight small replicas that miss the SLO, which one large replica would meet after a gap."""
     gap = msgspec.structs.replace(LARGE, gap_s=gap_s, lead_s=gap_s)
     signals = Signals(demand=demand(rate, queued=count), replicas=figures(8))
-    there = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), signals=signals, queue_s=300.0)
+    there = large(mode=SMALL.mode, count=8, mode_options=(gap, SMALL), signals=signals, queue_s=300.0)
     there = msgspec.structs.replace(there, supply=Supply(wanted=8, serving=8))
     return confirmed(there, LARGE.mode, 3600, **memory)
 
 
 def judged(given: Situation, rate: float) -> tuple[ModeSelection, str]:
     found = comparison(given, rate, spare=Resources()).evaluate()
-    return found, next(each.why for each in found.outlooks if each.mode != given.mode)
+    return found, next(each.why for each in found.mode_forecasts if each.mode != given.mode)
 
 
 def test_a_switch_waits_for_a_queue_that_clears_sooner_without_it() -> None:
@@ -192,7 +192,7 @@ def test_no_switch_begins_while_a_queue_clears_sooner_without_it(
     count: int, rate: float, gap_s: float
 ) -> None:
     found, _ = judged(queued(count, rate, gap_s=gap_s), rate)
-    cost = next(each.switch for each in found.outlooks if each.switch is not None)
+    cost = next(each.switch for each in found.mode_forecasts if each.switch is not None)
     if found.to is not None and cost.clears_s is not None and cost.clears_s > 5.0:
         assert cost.clears_after_s is not None and cost.clears_after_s <= cost.clears_s
     # Nothing else than the queue differs from the same load without one.
@@ -209,6 +209,6 @@ def test_a_queue_that_the_present_mode_never_clears_holds_no_switch(count: int) 
     signals = Signals(demand=demand(8.0, queued=count), replicas=figures(1))
     there = confirmed(large(signals=signals), SMALL.mode, 600.0)
     found = comparison(there, 8.0).evaluate()
-    cost = next(each.switch for each in found.outlooks if each.switch is not None)
+    cost = next(each.switch for each in found.mode_forecasts if each.switch is not None)
     assert cost.clears_s is None and found.queue_clears_by is None
     assert found.to is not None and found.to.mode == SMALL.mode

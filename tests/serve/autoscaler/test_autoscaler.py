@@ -431,4 +431,4 @@ def remembered(plane: Plane) -> int:
 
 
 def lead_s(plane: Plane) -> float:
-    return next(r.lead_s for r in logged(plane)[0].situation.rungs if r.mode == "multi-replica")
+    return next(r.lead_s for r in logged(plane)[0].situation.mode_options if r.mode == "multi-replica")

@@ -138,7 +138,7 @@ def test_a_restart_continues_with_the_last_day_on_disk(history: DecisionHistory,
     journal = DecisionJournal(tmp_path / "decisions.jsonl")
     for day, count in ((-2 * DAY_S, 1), (-600.0, 2), (-60.0, 3)):
         at = BEGAN + day
-        made = decision(at=at, model="sim", count=count, was_count=count - 1, clips=())
+        made = decision(at=at, model="sim", count=count, was_count=count - 1, applied_guardrails=())
         journal.put(
             DecisionRound(
                 at=at,

@@ -22,7 +22,7 @@ SMALL = profile("sim-small")
 
 def options(plane: Plane) -> dict[str, ModeOption]:
     (now,) = plane.controller.autoscaler.journal.read(1)
-    return {option.mode: option for option in now.situation.rungs}
+    return {option.mode: option for option in now.situation.mode_options}
 
 
 def of(shape: str = "small", **over: Any) -> Timing:
@@ -169,7 +169,7 @@ async def test_a_switch_has_a_gap_if_the_budget_cannot_hold_both_shapes(plane: P
     assert options(plane)["single-large"].gap_s == 0.0
 
 
-async def test_a_fallback_provider_enables_overflow(plane: Plane) -> None:
+async def test_a_fallback_provider_enables_spillover(plane: Plane) -> None:
     upstream = {
         "name": "u", "url": "https://api.example.com/v1", "models": {"m": "theirs"},
         "price": {"input": 1, "output": 1}, "cost_cap_per_h": 1,
@@ -178,7 +178,7 @@ async def test_a_fallback_provider_enables_overflow(plane: Plane) -> None:
         plane, document(sim_model(), upstreams=[upstream], gateway={"queue_timeout_s": 7}), 8, m=1.0
     )
     (now,) = plane.controller.autoscaler.journal.read(1)
-    assert now.situation.overflow
+    assert now.situation.spillover
     assert now.situation.queue_s == 7
 
 

@@ -31,7 +31,7 @@ def log(path: Path) -> DecisionJournal:
 
 
 def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> DecisionRound:
-    decided = decision(at=at, model=model, count=count, was_count=count, clips=(), **over)
+    decided = decision(at=at, model=model, count=count, was_count=count, applied_guardrails=(), **over)
     remembered = situation(at=at, model=model, memory=DecisionMemory(policy={"level": at}))
     return DecisionRound(
         at=at,

@@ -19,7 +19,7 @@ def take(counts: DecisionCounts, made: Decision, **over: object) -> None:
     [
         (decision(), "up", "step"),
         (unchanged(), "none", "policy"),
-        (decision(count=1, clips=()), "down", "policy"),
+        (decision(count=1, applied_guardrails=()), "down", "policy"),
         (decision(mode="single-large", count=1), "mode", "step"),
     ],
 )

@@ -128,11 +128,11 @@ def test_the_parts_of_a_plan_are_consistent() -> None:
     assert network.streams_open > 0
 
     assert made.schedule[-1].devices >= made.growth[-1].devices
-    shares = [each.bought.share for each in made.overflow]
-    assert made.overflow[0].replicas == best.replicas and made.overflow[-1].replicas == 0
-    assert all(each.bought.served_within >= made.attainment for each in made.overflow[:-1])
+    shares = [each.bought.share for each in made.spillover]
+    assert made.spillover[0].replicas == best.replicas and made.spillover[-1].replicas == 0
+    assert all(each.bought.served_within >= made.attainment for each in made.spillover[:-1])
     assert shares == sorted(shares) and shares[-1] == 1.0
-    all_bought = made.overflow[-1].bought
+    all_bought = made.spillover[-1].bought
     tokens = 0.5 * all_bought.input_tokens_per_h + 1.5 * all_bought.output_tokens_per_h
     assert all_bought.cost_per_h == pytest.approx(tokens / 1e6)
     assert {basis.partition(":")[0] for basis in made.basis.values()} == {"measured", "assumed"}

@@ -53,8 +53,8 @@ def test_a_score_has_every_metric_of_the_run() -> None:
     assert (found.requests, found.failed) == (5, 3)
 
 
-def test_requests_served_by_overflow_are_not_failed() -> None:
-    table = requests([0.0], [0.1], met=[False], outcome=[RequestOutcome.OVERFLOWN])
+def test_requests_served_by_spillover_are_not_failed() -> None:
+    table = requests([0.0], [0.1], met=[False], outcome=[RequestOutcome.SPILLED_OVER])
     found = score(RunRecord(ends_at=1.0, requests={"m": table}), "m")
     assert (found.failed, found.attainment) == (0, 0.0)
     assert math.isnan(found.ttft_p50_s)

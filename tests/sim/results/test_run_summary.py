@@ -90,7 +90,7 @@ MIXED = (
     RequestOutcome.REFUSED,
     RequestOutcome.EXPIRED,
     RequestOutcome.FAILED,
-    RequestOutcome.OVERFLOWN,
+    RequestOutcome.SPILLED_OVER,
 )
 
 
@@ -101,7 +101,7 @@ def test_every_outcome_is_counted_and_unanswered_requests_count_as_failed() -> N
     found = summarise(
         RunRecord(ends_at=4.0, requests={"m": table}, decisions=[(1.0, decision(1, 2, "more"))])
     )
-    assert (found.requests, found.failed, found.refused, found.expired, found.overflown) == (6, 3, 1, 1, 1)
+    assert (found.requests, found.failed, found.refused, found.expired, found.spilled_over) == (6, 3, 1, 1, 1)
     assert found.attainment == pytest.approx(2 / 6)
     assert found.goodput_rps == pytest.approx(2 / 4)
     assert found.ttft_p50_s == pytest.approx(0.2) and found.e2e_p50_s == pytest.approx(0.4)

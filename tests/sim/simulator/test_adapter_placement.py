@@ -89,7 +89,7 @@ def played(name: str, requests: list[Arrival], seed: int) -> PlacementRunResult:
 
 def asked(requests: int, seed: int) -> list[Arrival]:
     return arrivals(
-        AdapterTraffic(adapters=1000, exponent=1.0, rate=100.0, requests=requests, together=1.5, seed=seed)
+        AdapterTraffic(adapters=1000, exponent=1.0, rate=100.0, requests=requests, burst_size=1.5, seed=seed)
     )
 
 

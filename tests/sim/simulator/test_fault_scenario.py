@@ -13,7 +13,7 @@ from sim.simulator.fault_scenario import CrashFault, SlowdownFault, scenario_of
 
 
 def written(folder: Path, text: str) -> Path:
-    path = folder / "world.yaml"
+    path = folder / "scenario.yaml"
     path.write_text(text)
     return path
 

@@ -253,8 +253,8 @@ def test_a_fallback_provider_takes_refused_requests_within_its_spend_cap() -> No
     }
     record = run(deployment(upstreams=[upstream]), arrivals(12.0, 120.0), {"static": {"replicas": 1}})
     outcome = record.requests["m"].outcome
-    assert (outcome == RequestOutcome.OVERFLOWN).any() and (outcome == RequestOutcome.REFUSED).any()
-    assert 0.0 < record.overflow_cost <= 0.05
+    assert (outcome == RequestOutcome.SPILLED_OVER).any() and (outcome == RequestOutcome.REFUSED).any()
+    assert 0.0 < record.spillover_cost <= 0.05
 
 
 def test_progress_is_reported() -> None:

@@ -130,9 +130,9 @@ def test_a_local_source_becomes_absolute(run: Run, tmp_path: Path, monkeypatch: 
     assert done.output.endswith("sql on m serves v2 (bbbbbbbbbbbb).\n")
 
 
-def test_the_option_everybody_gives_access_to_all_tenants(run: Run) -> None:
+def test_the_option_all_tenants_gives_access_to_all_tenants(run: Run) -> None:
     controller = controller_of(adapter(tenants=("acme",)))
-    assert run(controller, "add", "sql", "hf:a/b", "--everybody").exit_code == 0
+    assert run(controller, "add", "sql", "hf:a/b", "--all-tenants").exit_code == 0
     assert controller.add_adapter.call_args.args[0] == AddAdapterRequest(
         name="sql", source="hf:a/b", tenants=()
     )
@@ -147,7 +147,7 @@ def test_the_option_everybody_gives_access_to_all_tenants(run: Run) -> None:
             ("add", "sql", "hf:a/b", "--tenant", "nobody"),
             "--tenant: got 'nobody', expected one of the document",
         ),
-        (("add", "sql", "hf:a/b", "--tenant", "acme", "--everybody"), "--everybody: expected without"),
+        (("add", "sql", "hf:a/b", "--tenant", "acme", "--all-tenants"), "--all-tenants: expected without"),
         (("add", "sql", "hf:a/b", "--model", "x"), "--model: got 'x', expected m"),
         (("add", "sql", ""), "SOURCE: got '', expected a path that exists"),
         (("split", "sql", "v1"), "VERSION=WEIGHT: got 'v1', expected VERSION=WEIGHT such as v1=95"),

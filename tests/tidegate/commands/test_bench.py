@@ -170,13 +170,16 @@ def test_the_shipped_crossover_workload_alternates_documents_and_chat() -> None:
     [
         *(("adapters --adapters 0", "1<=x<=100000"), ("adapters --replicas -1", "1<=x<=256")),
         *(("adapters --slots many", "not a valid integer"), ("adapters --exponent 11", "0<=x<=10")),
-        *(("adapters --rate nan", "0.001<=x<=100000"), ("adapters --together 0.5", "1<=x<=100")),
+        *(("adapters --rate nan", "0.001<=x<=100000"), ("adapters --burst-size 0.5", "1<=x<=100")),
         *(
             ("adapters --requests 1000001", "1<=x<=1000000"),
             ("adapters --plot /no/a.svg", "a folder that exists"),
         ),
-        *(("policies --leads 30,x", "seconds above 0 and up to 3600"), ("policies --half third", "tune")),
-        ("policies --leads 0", "seconds above 0 and up to 3600"),
+        *(
+            ("policies --start-times 30,x", "seconds above 0 and up to 3600"),
+            ("policies --half third", "tuning"),
+        ),
+        ("policies --start-times 0", "seconds above 0 and up to 3600"),
         *(("policies --policies no", "'no': expected some of static"), ("policies --seeds 0", "1<=x<=100")),
     ],
 )

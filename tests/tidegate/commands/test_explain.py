@@ -20,7 +20,7 @@ from policy.config.control import GuardConfig, SloConfig
 from policy.config.deployment import ResourceBudget
 from policy.engine.replica_capacity import Capability
 from policy.errors import TargetError, Unreachable
-from policy.scaling.decision_types import Clip, Decision, Guardrail, Situation
+from policy.scaling.decision_types import AppliedGuardrail, Decision, Guardrail, Situation
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import PriorityShares, Shares, Signals
 from policy.types import Priority
@@ -77,8 +77,13 @@ QUIET = {"arrivals": rates(0.0, 0.0), "concurrency": rates(0.0, 0.0), "queued": 
 
 
 def wants(count: int, now: int, rule: Guardrail | None = None, **over: Any) -> Decision:
-    limits = () if rule is None else (Clip(rule=rule, was=count, now=now, why=""),)
-    fields = {"proposal": Proposal(count=count, reason=""), "count": now, "was_count": now, "clips": limits}
+    limits = () if rule is None else (AppliedGuardrail(rule=rule, was=count, now=now, why=""),)
+    fields = {
+        "proposal": Proposal(count=count, reason=""),
+        "count": now,
+        "was_count": now,
+        "applied_guardrails": limits,
+    }
     return decision(**fields | over)
 
 
@@ -161,8 +166,8 @@ ODD = situation(
     supply=Supply(wanted=2, serving=1, failures=4),
 )
 LIMITS = (
-    Clip(rule=Guardrail.STALENESS, was=1, now=2, why="the metrics are 20 s old"),
-    Clip(rule=Guardrail.BUDGET, was=9, now=6, why="8 GPUs in all"),
+    AppliedGuardrail(rule=Guardrail.STALENESS, was=1, now=2, why="the metrics are 20 s old"),
+    AppliedGuardrail(rule=Guardrail.BUDGET, was=9, now=6, why="8 GPUs in all"),
 )
 
 
@@ -199,9 +204,9 @@ TIGHT = situation(slo=SloConfig(ttft_p95_s=0.001))
         ("policy", {}, None, "terms, in replicas: forecast 5.40, last_20_s 3.83, saturation 2.90, queue"),
         ("policy", {}, None, "forecast 12.4/s, upper bound 16.1/s"),
         ("limits", {}, None, "step 6 -> 4: 2 more at once"),
-        ("limits", {"clips": ()}, None, "none applied"),
+        ("limits", {"applied_guardrails": ()}, None, "none applied"),
         (
-            "limits", {"clips": LIMITS}, None,
+            "limits", {"applied_guardrails": LIMITS}, None,
             "staleness 1 -> 2: the metrics are 20 s old budget 9 -> 6: 8 GPUs in all",
         ),
         ("modes", {}, None, "single-large 1 9.30 20% - - cannot keep up with 16.1/s"),
@@ -251,7 +256,7 @@ def review(measured: float) -> SwitchOutcome:
             " within the SLO before, 99.0% since",
         ),
         (decision(short=1.25), {}, DONE, None, "applied; 1.25/s exceed the capacity"),
-        (decision(short=1.25), {"overflow": True}, DONE, None, "applied; 1.25/s go to fallback providers"),
+        (decision(short=1.25), {"spillover": True}, DONE, None, "applied; 1.25/s go to fallback providers"),
         (
             unchanged(), {"override": OVERRIDE}, None, None,
             f"no change; manual override: multi-replica x 3 until {clock(2800.0, NOW)}",

@@ -85,7 +85,7 @@ def test_tables_show_the_basis_of_each_number(document: Path) -> None:
 @pytest.mark.slow
 def test_an_slo_that_no_replica_count_meets_is_reported(document: Path) -> None:
     document.write_text(DOCUMENT.replace("0.03", "0.0001"))
-    result = run(document, "--rps", "2", *SMALL, "--most", "20")
+    result = run(document, "--rps", "2", *SMALL, "--max-replicas", "20")
     assert result.exit_code == 0 and "none up to 20" in result.stdout
     assert "best first by number of GPUs" in result.stdout
     assert "No replica count up to 20 of any GPU type meets the SLO." in result.stdout

@@ -166,7 +166,7 @@ def test_policies_are_named_as_written(site: Path) -> None:
 
 @pytest.mark.slow
 def test_a_scenario_with_slow_starts_lowers_the_attainment(site: Path) -> None:
-    (site / "world.yaml").write_text("cold_s: 300\ncached_s: 300\n")
+    (site / "scenario.yaml").write_text("cold_s: 300\ncached_s: 300\n")
     # The burst comes after the first minute, which decides the initial replica count.
     burst = WORKLOAD.replace("{rate: 1.5}", "{rate: 1.5, flashes: [{at_s: 80, factor: 15, hold_s: 60}]}")
     (site / "burst.yaml").write_text(burst.replace("duration_s: 60", "duration_s: 150"))
@@ -175,7 +175,7 @@ def test_a_scenario_with_slow_starts_lowers_the_attainment(site: Path) -> None:
         document = json.loads(run(site, "--json", "--no-oracle", *words, trace="burst.yaml").stdout)
         return float(document["policies"]["target_tracking"]["attainment"])
 
-    assert attained("--world", str(site / "world.yaml")) < attained()
+    assert attained("--scenario", str(site / "scenario.yaml")) < attained()
 
 
 def test_requests_for_adapters_without_a_section_fail_with_a_warning(site: Path) -> None:
@@ -219,8 +219,10 @@ def test_invalid_policies_and_slices_are_refused(site: Path, words: tuple[str, .
 def test_errors_in_files_name_the_line_or_key(site: Path) -> None:
     os.mkfifo(site / "pipe")
     assert "read several times" in refused(site, trace="pipe")
-    (site / "world.yaml").write_text("cold_s: -1\n")
-    assert f"{site / 'world.yaml'}: cold_s: got -1" in refused(site, "--world", str(site / "world.yaml"))
+    (site / "scenario.yaml").write_text("cold_s: -1\n")
+    assert f"{site / 'scenario.yaml'}: cold_s: got -1" in refused(
+        site, "--scenario", str(site / "scenario.yaml")
+    )
     (site / "bad.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2026-01-01 00:00:00,1,x\n")
     assert "bad.csv:2: got 'x'" in refused(site, trace="bad.csv")
     named = WORKLOAD.replace("  - generate", "  - model: other\n    generate")
@@ -237,7 +239,7 @@ def test_a_file_of_another_kind_is_named(site: Path) -> None:
     deployment = "deployment.yaml: got 'a deployment file', expected "
     assert f"{deployment}a workload or a trace" in refused(site, trace="deployment.yaml")
     assert "got 'a deployment file', expected a trace or a workload" in refused(site, trace="stored.json")
-    assert f"{deployment}a mapping with" in refused(site, "--world", str(site / "deployment.yaml"))
+    assert f"{deployment}a mapping with" in refused(site, "--scenario", str(site / "deployment.yaml"))
     workload = "load.yaml: got 'a workload or a trace', expected a deployment file"
     assert workload in refused(site, document="load.yaml")
 
@@ -247,7 +249,7 @@ def test_a_file_of_another_kind_is_named(site: Path) -> None:
     [
         *(("--rate 0", "1e-06<=x<=1000000"), ("--to-s 0", "is not after --from-s")),
         *((f"--{option} /nowhere/a", "a folder that exists") for option in ("report", "log")),
-        ("--world /nowhere.yaml", "does not exist"),
+        ("--scenario /nowhere.yaml", "does not exist"),
     ],
 )
 def test_an_option_out_of_range_names_the_range(site: Path, words: str, expected: str) -> None:

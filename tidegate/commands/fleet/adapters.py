@@ -79,7 +79,7 @@ def show(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
     multiple=True,
     help="Tenant with access, repeatable; default: as before, or every tenant for a new adapter.",
 )
-@click.option("--everybody", is_flag=True, help="Give access to every tenant.")
+@click.option("--all-tenants", is_flag=True, help="Give access to every tenant.")
 @click.option(
     "--weight",
     type=click.FloatRange(0, 100),
@@ -96,7 +96,7 @@ def add(  # noqa: PLR0917 - click passes them by name
     source: str,
     model: str | None,
     tenants: tuple[str, ...],
-    everybody: bool,
+    all_tenants: bool,
     weight: float | None,
     force: bool,
     as_json: bool,
@@ -105,14 +105,14 @@ def add(  # noqa: PLR0917 - click passes them by name
         raise click.BadParameter(
             f"got {name!r}, expected a name that matches {NAME.pattern}", param_hint="NAME"
         )
-    if everybody and tenants:
-        raise click.BadOptionUsage("--everybody", "--everybody: expected without --tenant")
+    if all_tenants and tenants:
+        raise click.BadOptionUsage("--all-tenants", "--all-tenants: expected without --tenant")
     client = controller_client(state)
     request = AddAdapterRequest(
         name=name,
         source=_absolute(source),
         model=_model_of(client.adapters(), name, model),
-        tenants=() if everybody else tenants or None,
+        tenants=() if all_tenants else tenants or None,
         weight=weight,
         force=force,
     )

@@ -13,7 +13,7 @@ from rich.text import Text
 from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability, idle_latency
 from policy.scaling.decide import slo_misses, workload_of
-from policy.scaling.decision_types import Clip, Decision, Guardrail, ModeOverride, Situation
+from policy.scaling.decision_types import AppliedGuardrail, Decision, Guardrail, ModeOverride, Situation
 from policy.scaling.guardrails import bound_of_policy, override_in_force, scheduled
 from policy.scaling.switch_cost import describe_gain
 from policy.scaling.view import Proposal
@@ -104,10 +104,10 @@ def _scaling(situation: Situation, decision: Decision) -> str:
     count = decision.count
     if decision.mode != decision.was_mode:
         return f"switches from {decision.was_mode} x {decision.was_count} to {decision.mode} x {count}"
-    clips = _limits(situation, decision)
-    if clips and clips[0].was != count:
-        rule = clips[-1].rule
-        return f"wants {plural(clips[0].was, 'replica')}, {_LIMITED[rule]} {count} ({rule})"
+    applied = _limits(situation, decision)
+    if applied and applied[0].was != count:
+        rule = applied[-1].rule
+        return f"wants {plural(applied[0].was, 'replica')}, {_LIMITED[rule]} {count} ({rule})"
     if decision.was_count == 0 < count:
         return f"wakes from zero: scales to {plural(count, 'replica')}"
     if decision.changes:
@@ -115,16 +115,16 @@ def _scaling(situation: Situation, decision: Decision) -> str:
     return f"keeps {plural(count, 'replica')}"
 
 
-def _limits(situation: Situation, decision: Decision) -> list[Clip]:
+def _limits(situation: Situation, decision: Decision) -> list[AppliedGuardrail]:
     """The bound that the policy applied itself, and what changed its count after that."""
     bounded = scheduled(situation)
-    option = next((each for each in bounded.rungs if each.mode == decision.was_mode), None)
+    option = next((each for each in bounded.mode_options if each.mode == decision.was_mode), None)
     own = option and bound_of_policy(bounded, option, decision.proposal)
-    return [*([own] if own and decision.mode == decision.was_mode else []), *decision.clips]
+    return [*([own] if own and decision.mode == decision.was_mode else []), *decision.applied_guardrails]
 
 
 def _unserved(situation: Situation, decision: Decision) -> str:
-    where = "go to fallback providers" if situation.overflow else "exceed the capacity"
+    where = "go to fallback providers" if situation.spillover else "exceed the capacity"
     return f"{rate(decision.short)} {where}"
 
 
@@ -179,7 +179,7 @@ def _sections(
         for limit in _limits(situation, decision)
     ]
     yield "limits", *(limits or [Text("none applied")])
-    if len(decision.outlooks) > 1:
+    if len(decision.mode_forecasts) > 1:
         yield "modes", _modes(decision)
         yield "switch", *_switches(decision)
     if after is not None and after.barred:
@@ -281,7 +281,7 @@ def _supply(situation: Situation) -> Text:
         text.append(f"; {len(supply.starting_s)} starting, ready in {ready}")
     if supply.draining:
         text.append(f"; {supply.draining} draining")
-    start_up_s = next((option.lead_s for option in situation.rungs if option.mode == situation.mode), 0.0)
+    start_up_s = next((each.lead_s for each in situation.mode_options if each.mode == situation.mode), 0.0)
     text.append(f"; start-up time {age(start_up_s)}")
     if supply.failures:
         text.append(f"; {supply.failures} starts failed in a row", style="red")
@@ -339,7 +339,7 @@ def _capacity(capability: Capability, mode: str, slo: SloConfig) -> Text:
 
 def _missed_alone(situation: Situation) -> str:
     """The targets that the mean request misses on an idle replica, so that no count meets them."""
-    timing = next((each.timing for each in situation.rungs if each.mode == situation.mode), None)
+    timing = next((each.timing for each in situation.mode_options if each.mode == situation.mode), None)
     if timing is None:
         return ""
     load = workload_of(situation.signals.demand)
@@ -363,7 +363,7 @@ def _proposal(proposal: Proposal) -> Iterable[str]:
 
 def _modes(decision: Decision) -> Table:
     return table(
-        decision.outlooks,
+        decision.mode_forecasts,
         ("mode", lambda mode: Text(mode.mode, style="bold" if mode.mode == decision.mode else "")),
         (">replicas", lambda mode: mode.count),
         (">cost", lambda mode: f"{mode.cost:.2f}"),
@@ -376,7 +376,7 @@ def _modes(decision: Decision) -> Table:
 
 def _switches(decision: Decision) -> Iterable[str]:
     """What a switch to each other mode takes from requests."""
-    for mode in decision.outlooks:
+    for mode in decision.mode_forecasts:
         if (cost := mode.switch) is None:
             continue
         parts = [f"gap {cost.gap_s:.0f} s"] if cost.gap_s else [f"drain {cost.drain_s:.0f} s"]

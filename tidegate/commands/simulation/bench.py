@@ -91,12 +91,13 @@ def _policy_name(text: str) -> str:
     show_envvar=True, help="A trace, or a folder of traces.",
 )  # fmt: skip
 @click.option(
-    "--leads", type=CommaSeparated("SECONDS,...", number_between(0, 3600), "seconds above 0 and up to 3600"),
+    "--start-times",
+    type=CommaSeparated("SECONDS,...", number_between(0, 3600), "seconds above 0 and up to 3600"),
     default="30,120", show_default=True, help="Start-up times of replicas, in seconds.",
 )  # fmt: skip
 @click.option("--seeds", type=click.IntRange(1, 100), default=5, show_default=True, help="Number of seeds.")
 @click.option(
-    "--half", type=click.Choice([str(each) for each in TraceHalf]), default=str(TraceHalf.JUDGE),
+    "--half", type=click.Choice([str(each) for each in TraceHalf]), default=str(TraceHalf.TEST),
     show_default=True, help="First or second half of each trace; defaults were tuned on the first.",
 )  # fmt: skip
 @click.option(
@@ -114,7 +115,7 @@ def _policy_name(text: str) -> str:
 def policies(
     *,
     where: Path,
-    leads: tuple[float, ...],
+    start_times: tuple[float, ...],
     seeds: int,
     half: str,
     names: tuple[str, ...],
@@ -130,9 +131,9 @@ def policies(
         setup = setup_of(trace, TraceHalf(half))
         warn(f"{trace.name}: measuring the capacity of a replica")
         try:
-            size = size_of(setup, leads[0])
+            size = size_of(setup, start_times[0])
             settings = trials(
-                setup, size, names, leads_s=leads, seeds=range(count), each=_QUICK if quick else 1
+                setup, size, names, leads_s=start_times, seeds=range(count), each=_QUICK if quick else 1
             )
             with ProgressBar("trials") as bar:
                 advance = partial(bar.advance, len(settings), trace.name)
@@ -168,7 +169,7 @@ def _traces(where: Path) -> list[Path]:
 
 
 def _ranking_title(score: PolicyRanking) -> str:
-    half = "first half" if score.half == TraceHalf.TUNE else "second half"
+    half = "first half" if score.half == TraceHalf.TUNING else "second half"
     load = f"load x {score.size.factor:g} on {score.profile}"
     return f"{score.trace}, {half}, {load}, {plural(score.seeds, 'seed')}"
 
@@ -297,7 +298,7 @@ def _gain(benchmark: ModeBenchmark) -> str:
 @number_option("--slots", click.IntRange(1, 4096), 8, "Adapter slots per replica.")
 @number_option("--exponent", FiniteFloat(0, 10), 1.0, "Zipf exponent N: adapter k has popularity k**-N.")
 @number_option("--rate", FiniteFloat(0.001, 100_000), 100.0, "Requests per second, in total.")
-@number_option("--together", FiniteFloat(1, 100), 1.5, "Mean size of a burst for one adapter.")
+@number_option("--burst-size", FiniteFloat(1, 100), 1.5, "Mean size of a burst for one adapter.")
 @number_option("--requests", click.IntRange(1, 1_000_000), 12_000, "Number of requests.")
 @seed_option(default=1)
 @number_option("--seeds", click.IntRange(1, 1000), 1, "Number of seeds, from --seed on.")
@@ -310,7 +311,7 @@ def adapters(
     slots: int,
     exponent: float,
     rate: float,
-    together: float,
+    burst_size: float,
     requests: int,
     seed: int,
     seeds: int,
@@ -318,7 +319,7 @@ def adapters(
     as_json: bool,
 ) -> None:
     load = AdapterTraffic(
-        adapters=adapters, exponent=exponent, rate=rate, requests=requests, together=together, seed=seed
+        adapters=adapters, exponent=exponent, rate=rate, requests=requests, burst_size=burst_size, seed=seed
     )
     with ProgressBar("requests") as bar:
         comparisons = compare_seeds(
@@ -328,7 +329,7 @@ def adapters(
             lambda name, sent: bar.update(sent, requests, task=name),
         )
     title = f"{adapters} adapters, Zipf exponent {exponent:g}, {replicas} replicas x {slots} slots, "
-    title += f"{rate:g} requests/s in bursts of {together:g}" + (f", {seeds} seeds" if seeds > 1 else "")
+    title += f"{rate:g} requests/s in bursts of {burst_size:g}" + (f", {seeds} seeds" if seeds > 1 else "")
     if plot is not None:
         plot.write_text(_adapters_chart(title, comparisons, requests), encoding="utf-8")
     if as_json:

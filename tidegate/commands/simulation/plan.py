@@ -94,7 +94,7 @@ def _degree(text: str) -> int:
 @number_option("--growth-per-month", _Percent(0.1, 1000), None, "Growth in percent, for a purchase schedule.")
 @number_option("--module", click.IntRange(1, 4096), 8, "GPUs per purchase unit.")
 @number_option("--lead-weeks", FiniteFloat(0, 520), 8.0, "Weeks from an order to operation.")
-@number_option("--most", click.IntRange(1, 4096), 1024, "Maximum replica count.")
+@number_option("--max-replicas", click.IntRange(1, 4096), 1024, "Maximum replica count.")
 @seed_option()
 @as_json
 @click.pass_obj
@@ -120,7 +120,7 @@ def plan(
     growth_per_month: float | None,
     module: int,
     lead_weeks: float,
-    most: int,
+    max_replicas: int,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -159,7 +159,7 @@ def plan(
         module=module,
         lead_weeks=lead_weeks,
         upstream=_upstream(upstream_price, deployment, spec),
-        most=most,
+        most=max_replicas,
         described=trace is None,
     )
     load = str(trace.name) if trace is not None else f"{rps:g} requests/s, cv {cv:g}"

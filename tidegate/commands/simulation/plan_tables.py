@@ -46,8 +46,8 @@ def tables(plan: CapacityPlan) -> Iterator[Table | Text]:
     yield _growth(plan)
     if plan.schedule:
         yield _schedule(plan)
-    if plan.overflow:
-        yield _overflow(plan)
+    if plan.spillover:
+        yield _spillover(plan)
     yield table_of_rows(("number", "basis"), plan.basis.items(), title="Basis of the numbers")
 
 
@@ -158,11 +158,11 @@ def _order(purchase: CapacityAddition) -> str:
     return order
 
 
-def _overflow(plan: CapacityPlan) -> Table:
+def _spillover(plan: CapacityPlan) -> Table:
     return table(
-        plan.overflow,
+        plan.spillover,
         ("replicas", lambda each: each.replicas),
-        ("basis", lambda _: _basis_word(plan, "overflow")),
+        ("basis", lambda _: _basis_word(plan, "spillover")),
         (">GPUs", lambda each: each.devices),
         (">max_in_flight", lambda each: each.bought.bound if each.replicas else None),
         (">spillover", lambda each: f"{each.bought.share:.2%}"),

@@ -57,8 +57,8 @@ from tidegate.commands.terminal import ProgressBar, console, print_json, table_o
 @slice_options("after")
 @seed_option()
 @click.option(
-    "--world",
-    "world_file",
+    "--scenario",
+    "scenario_file",
     type=FILE,
     help="Fault scenario in YAML: start-up times and failures of replicas.",
 )
@@ -83,7 +83,7 @@ def simulate(
     from_s: float,
     to_s: float | None,
     seed: int,
-    world_file: Path | None,
+    scenario_file: Path | None,
     no_oracle: bool,
     report: Path | None,
     plot: Path | None,
@@ -94,10 +94,10 @@ def simulate(
     given = [each for text in policies for each in choices("--policy", text)]
     given += choices("--compare", several) if several is not None else []
     compared = policy_entries(deployment, given, warn)
-    world = (
+    scenario = (
         NO_FAULTS
-        if world_file is None
-        else scenario_of(world_file, [spec.name for spec in deployment.models])
+        if scenario_file is None
+        else scenario_of(scenario_file, [spec.name for spec in deployment.models])
     )
 
     def arrivals() -> Iterator[Arrival]:
@@ -130,14 +130,14 @@ def simulate(
         bounds = GpuHourBounds(why="not computed")
         if not no_oracle:
             try:
-                bounds = bounds_of(deployment, arrivals, surveyed, world, seed=seed, progress=bar.note)
+                bounds = bounds_of(deployment, arrivals, surveyed, scenario, seed=seed, progress=bar.note)
             except TargetError as error:
                 bounds = GpuHourBounds(why=str(error))
         comparison = compare(
             compared,
             arrivals,
             lambda spec, live, asked, progress: run(
-                spec, live, asked, scenario=world, seed=seed, progress=progress
+                spec, live, asked, scenario=scenario, seed=seed, progress=progress
             ),
             trace=trace.name,
             seed=seed,

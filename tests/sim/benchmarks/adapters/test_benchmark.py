@@ -16,7 +16,7 @@ from sim.benchmarks.adapters.benchmark import (
     compare_seeds,
 )
 
-SMALL = AdapterTraffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
+SMALL = AdapterTraffic(adapters=40, exponent=1.0, rate=60.0, requests=260, burst_size=1.5, seed=3)
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_every_policy_runs_and_reports_its_progress() -> None:
 
 
 def test_adapters_that_all_fit_are_loaded_at_most_once_per_replica() -> None:
-    few = AdapterTraffic(adapters=4, exponent=0.0, rate=50.0, requests=300, together=1.0, seed=1)
+    few = AdapterTraffic(adapters=4, exponent=0.0, rate=50.0, requests=300, burst_size=1.0, seed=1)
     found = compare(few, ReplicasAndSlots(2, 8)).policies
     assert 4 <= found["placement"].loads <= 8
     assert found["least_loaded"].loads == 8
@@ -45,7 +45,7 @@ def test_adapters_that_all_fit_are_loaded_at_most_once_per_replica() -> None:
 
 @pytest.mark.slow
 def test_placement_of_1000_adapters_has_a_third_fewer_loads_and_a_lower_ttft() -> None:
-    asked = AdapterTraffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, together=1.5, seed=1)
+    asked = AdapterTraffic(adapters=1000, exponent=1.0, rate=100.0, requests=12_000, burst_size=1.5, seed=1)
     found = compare(asked, ReplicasAndSlots(4, 8)).policies
     placement = found.pop("placement")
     for each in found.values():
@@ -55,7 +55,7 @@ def test_placement_of_1000_adapters_has_a_third_fewer_loads_and_a_lower_ttft() -
     assert placement.moves_per_min <= 1.0
 
 
-TRAFFIC = AdapterTraffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, together=1.5, seed=1)
+TRAFFIC = AdapterTraffic(adapters=50, exponent=1.0, rate=10.0, requests=4000, burst_size=1.5, seed=1)
 
 
 def test_arrivals_are_in_order_and_have_the_rate() -> None:
@@ -72,9 +72,9 @@ def test_the_first_adapter_is_requested_twice_as_often_as_the_second() -> None:
     assert max(even.values()) < 4 * min(even.values())
 
 
-@pytest.mark.parametrize("together", [1.0, 1.5, 4.0])
-def test_a_call_has_simultaneous_requests_for_one_adapter(together: float) -> None:
-    made = arrivals(TRAFFIC._replace(together=together))
+@pytest.mark.parametrize("burst_size", [1.0, 1.5, 4.0])
+def test_a_call_has_simultaneous_requests_for_one_adapter(burst_size: float) -> None:
+    made = arrivals(TRAFFIC._replace(burst_size=burst_size))
     calls = Counter(each.at for each in made)
-    assert len(made) / len(calls) == pytest.approx(together, rel=0.1)
+    assert len(made) / len(calls) == pytest.approx(burst_size, rel=0.1)
     assert len({(each.at, each.adapter) for each in made}) == len(calls)

@@ -38,7 +38,7 @@ def trace(folder: Path, requests: int = 400, each_s: float = 1.0, tokens: int = 
 
 def test_the_scored_stretch_of_both_halves_begins_after_the_warm_up(tmp_path: Path) -> None:
     path = trace(tmp_path, 4000)
-    first, second = (setup_of(path, half) for half in (TraceHalf.TUNE, TraceHalf.JUDGE))
+    first, second = (setup_of(path, half) for half in (TraceHalf.TUNING, TraceHalf.TEST))
     assert first.lasts_s == pytest.approx(3999.0)
     assert (first.begins_s, first.stretch.since, first.stretch.until) == (0.0, 300.0, 1999.5)
     assert (second.begins_s, second.stretch.since, second.stretch.until) == (1699.5, 300.0, 2299.5)
@@ -48,8 +48,8 @@ def test_the_scored_stretch_of_both_halves_begins_after_the_warm_up(tmp_path: Pa
 
 
 def test_long_prompts_are_simulated_on_a_gpu_that_holds_them(tmp_path: Path) -> None:
-    short = setup_of(trace(tmp_path), TraceHalf.TUNE)
-    long = setup_of(trace(tmp_path, tokens=9000), TraceHalf.TUNE)
+    short = setup_of(trace(tmp_path), TraceHalf.TUNING)
+    long = setup_of(trace(tmp_path, tokens=9000), TraceHalf.TUNING)
     assert (short.profile, long.profile) == ("l4-8b", "h100-8b")
     scale = {"hold_s": 5.0}
     control = short.deployment(30.0, scale).model(MODEL).control
@@ -57,7 +57,7 @@ def test_long_prompts_are_simulated_on_a_gpu_that_holds_them(tmp_path: Path) -> 
 
 
 def test_all_policies_share_the_arrivals_and_include_the_default_settings(tmp_path: Path) -> None:
-    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNING)
     field = trials(setup, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
     assert len(field) == 2 * 2 * (
         1 + len(parameter_steps("static", SIZE)) + len(parameter_steps("predictive", SIZE))
@@ -103,7 +103,7 @@ def result(
 
 
 def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
-    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNING)
     seeds = (0, 1)
     table = rank(
         [
@@ -135,7 +135,7 @@ def test_policies_are_compared_at_equal_attainment(tmp_path: Path) -> None:
 
 
 def test_policies_are_compared_at_what_a_run_attains_where_none_meets_the_slo(tmp_path: Path) -> None:
-    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNING)
     table = rank(
         [
             result(setup, contest.PLAN, "dear", hours=3.0, attained=0.98818),
@@ -152,7 +152,7 @@ def test_policies_are_compared_at_what_a_run_attains_where_none_meets_the_slo(tm
 
 @pytest.mark.parametrize(("attained", "target"), [(0.989, 0.989), (0.995, 0.99)])
 def test_a_policy_may_attain_what_no_plan_does(attained: float, target: float, tmp_path: Path) -> None:
-    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNING)
     table = rank(
         [
             result(setup, contest.PLAN, "plan", hours=3.0, attained=0.985),
@@ -170,7 +170,7 @@ def test_the_capacity_is_of_the_cheapest_fluid_plan_that_attains_the_slo_or_of_t
     tmp_path: Path,
 ) -> None:
     """One seed misses the SLO with all of its fluid plans; spliced plans have no capacity."""
-    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNING)
     plans = {
         0: [(0.5, 4.0, 0.995), (0.6, 3.5, 0.992), (0.7, 3.0, 0.98), (None, 3.2, 0.991)],
         1: [(0.3, 2.0, 0.97), (0.4, 3.0, 0.98), (None, 4.0, 0.999)],
@@ -186,7 +186,7 @@ def test_the_capacity_is_of_the_cheapest_fluid_plan_that_attains_the_slo_or_of_t
 
 
 def test_no_policy_takes_less_than_the_optimum_though_it_takes_less_than_every_plan(tmp_path: Path) -> None:
-    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNING)
     table = rank(
         [
             *(result(setup, contest.PLAN, "plan", hours=4.0, attained=0.995, seed=seed) for seed in (0, 1)),
@@ -205,7 +205,7 @@ def test_no_policy_takes_less_than_the_optimum_though_it_takes_less_than_every_p
 
 @pytest.mark.long
 def test_trials_have_the_same_result_in_another_process(tmp_path: Path) -> None:
-    setup = setup_of(trace(tmp_path, each_s=0.5), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path, each_s=0.5), TraceHalf.TUNING)
     size = size_of(setup, 30.0)
     assert 7.0 < size.factor * 2.0 / size.mu < 13.0
     assert 0.0 < size.full.kv_used <= 1.0

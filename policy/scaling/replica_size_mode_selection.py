@@ -55,7 +55,7 @@ class ModeSelection(NamedTuple):
     ``queue_clears_by`` a switch waits for a queue that is served sooner without it.
     """
 
-    outlooks: tuple[ModeForecast, ...] = ()
+    mode_forecasts: tuple[ModeForecast, ...] = ()
     better_since: dict[str, float] = {}
     to: ModeForecast | None = None
     gain: float | None = None
@@ -104,12 +104,12 @@ class ModeComparison:
     @cached_property
     def options(self) -> dict[str, ModeOption]:
         """The modes by name."""
-        return {option.mode: option for option in self.situation.rungs}
+        return {option.mode: option for option in self.situation.mode_options}
 
     @cached_property
     def largest(self) -> float:
         """The cost of the largest footprint of any mode."""
-        price = _price(self.situation.rungs)
+        price = _price(self.situation.mode_options)
         return max(price[mode] * max(1, self._most(option)) for mode, option in self.options.items())
 
     def gap_s(self, option: ModeOption) -> float:
@@ -124,7 +124,7 @@ class ModeComparison:
 
     def forecasts(self) -> dict[str, ModeForecast]:
         """The forecast of each mode, with the replicas that it needs and the budget allows."""
-        price = _price(self.situation.rungs)
+        price = _price(self.situation.mode_options)
         return {mode: self._forecast(option, price[mode]) for mode, option in self.options.items()}
 
     def evaluate(self) -> ModeSelection:
@@ -135,7 +135,7 @@ class ModeComparison:
         best = min(known, key=lambda there: (there.cost, there.mode != situation.mode), default=here)
         excluded = self.fixed or metrics_stale(situation)
         since: dict[str, float] = {}
-        outlooks: list[ModeForecast] = []
+        mode_forecasts: list[ModeForecast] = []
         verdict = ModeSelection()
         for mode, forecast in found.items():
             there = forecast
@@ -161,8 +161,8 @@ class ModeComparison:
                         verdict = verdict._replace(to=there, early=early)
                 why = why or ("worth a switch" if best.mode == mode else f"{best.mode} costs less")
                 why = f"{describe_gain(gain)}: {why}"
-            outlooks.append(msgspec.structs.replace(there, why=why))
-        return verdict._replace(outlooks=tuple(outlooks), better_since=since)
+            mode_forecasts.append(msgspec.structs.replace(there, why=why))
+        return verdict._replace(mode_forecasts=tuple(mode_forecasts), better_since=since)
 
     def _most(self, option: ModeOption) -> int:
         """The maximum count, by the mode and the budget."""
@@ -209,7 +209,7 @@ class ModeComparison:
         draining = "waits for a scale-down to end" if situation.supply.draining else ""
         if waits := unsettled(situation) or draining:
             return waits
-        new, price = self.options[there.mode], _price(situation.rungs)
+        new, price = self.options[there.mode], _price(situation.mode_options)
         seen_s, switch = at - since, there.switch or self._switch_cost(there)
         dwell_s = max(switching.dwell_s, min(seen_s, LONGEST_DWELL_S))
         saved = (here.cost - there.cost) * dwell_s
@@ -283,11 +283,11 @@ class ModeComparison:
         if room == self.alone or not is_known(new):
             return None
         more = (later - now if later < math.inf else 0.0 for later, now in zip(room, self.alone, strict=True))
-        options = self.situation.rungs
+        options = self.situation.mode_options
         if new.gap_s and not self._leaves_gap(old, new, room):
             without_gap = msgspec.structs.replace(new, gap_s=0.0)
             options = tuple(without_gap if option is new else option for option in options)
-        situation = msgspec.structs.replace(self.situation, rungs=options)
+        situation = msgspec.structs.replace(self.situation, mode_options=options)
         spare = self.spare.plus(Resources(*more))
         return dataclasses.replace(self, situation=situation, alone=room, spare=spare)
 
@@ -320,7 +320,7 @@ def describe_switch(situation: Situation, here: ModeForecast, there: ModeForecas
 
     The cost of a mode that misses the SLO is no price, so it is not said to be saved.
     """
-    unit, price = _priced(situation.rungs)
+    unit, price = _priced(situation.mode_options)
     now, then = (price.get(each.mode, 0.0) * each.count for each in (here, there))
     if not now or now == then:
         takes = f"for {'the same' if now else f'{then:.3g}'} {unit}"
@@ -384,10 +384,10 @@ def measured_cost(situation: Situation) -> tuple[float, float] | None:
 
     The same formula as that of a forecast, so that both can be compared; ``None`` without measurements.
     """
-    demand, price = situation.signals.demand, _price(situation.rungs)
+    demand, price = situation.signals.demand, _price(situation.mode_options)
     if demand is None or demand.ttft is None or situation.mode not in price:
         return None
-    largest = max(price[option.mode] * max(1, option.most) for option in situation.rungs)
+    largest = max(price[option.mode] * max(1, option.most) for option in situation.mode_options)
     slo, met = situation.slo, demand.met
     latencies = ((demand.ttft, slo.ttft_p95_s, met.ttft), (demand.itl, slo.itl_p95_s, met.itl))
     # Fractions are counted exactly, while percentiles are interpolated between the bounds of a histogram.

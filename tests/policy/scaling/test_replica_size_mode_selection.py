@@ -21,7 +21,7 @@ from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.decision_types import Decision, DecisionMemory, ModeForecast, ModeOverride, Situation
 from policy.scaling.forecast import likely
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.serving_mode_selection import ModeComparison, ModeSelection, measured_cost
+from policy.scaling.replica_size_mode_selection import ModeComparison, ModeSelection, measured_cost
 from policy.scaling.view import Supply
 from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals
 from tests.policy import control_play as play
@@ -32,12 +32,14 @@ ALL = Resources(math.inf, math.inf, math.inf, math.inf)
 
 def large(**changes: Any) -> Situation:
     """One large replica serves."""
-    return situation(**({"mode": play.LARGE.mode, "rungs": play.BOTH, "slo": QUICK} | changes))
+    return situation(**({"mode": play.LARGE.mode, "mode_options": play.BOTH, "slo": QUICK} | changes))
 
 
 def comparison(given: Situation, rate: float, **changes: Any) -> ModeComparison:
     workload: EngineLoad = workload_of(demand(rate))
-    able = {one.mode: capability(one.timing, workload, given.slo, error=one.error) for one in given.rungs}
+    able = {
+        one.mode: capability(one.timing, workload, given.slo, error=one.error) for one in given.mode_options
+    }
     inputs: dict[str, Any] = {"rate": rate, "during": lambda seconds: rate, "capabilities": able}
     inputs |= {"workload": workload, "reach": ALL, "alone": ALL, "spare": ALL}
     return ModeComparison(situation=given, **(inputs | changes))
@@ -56,7 +58,7 @@ def confirmed(given: Situation, mode: str, seconds: float = 60.0, **memory: Any)
 def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[ModeSelection, str]:
     """The verdict, and the reason given for the other mode."""
     found = comparison(given, rate, **changes).evaluate()
-    return found, next(each.why for each in found.outlooks if each.mode != given.mode)
+    return found, next(each.why for each in found.mode_forecasts if each.mode != given.mode)
 
 
 # Outlooks.
@@ -119,12 +121,12 @@ def test_without_an_slo_a_mode_is_good_until_it_is_full() -> None:
 
 def test_the_cost_is_in_money_with_prices_and_in_cores_without_gpus() -> None:
     priced = tuple(msgspec.structs.replace(option, cost_per_h=2.5 * option.gpus) for option in play.BOTH)
-    assert seen(large(rungs=priced), 2.0)[play.LARGE.mode].cost == 10.0
+    assert seen(large(mode_options=priced), 2.0)[play.LARGE.mode].cost == 10.0
     cores = tuple(
         mode_option(name, gpus=0, cpus=cpus, of="cpu-smollm2-135m", most=2)
         for name, cpus in (("one", 2), ("two", 1))
     )
-    there = seen(situation(mode="one", rungs=cores), 0.01)
+    there = seen(situation(mode="one", mode_options=cores), 0.01)
     assert (there["one"].cost, there["two"].cost) == (2.0, 1.0)
 
 
@@ -132,7 +134,7 @@ def test_an_error_of_the_engine_model_needs_more_replicas() -> None:
     unsure = msgspec.structs.replace(SMALL, error=0.3)
     plain = SloConfig(ttft_p95_s=10.0)
     assert seen(large(slo=plain), 5.0)[SMALL.mode].count == 6
-    assert seen(large(slo=plain, rungs=(play.LARGE, unsure)), 5.0)[SMALL.mode].count == 7
+    assert seen(large(slo=plain, mode_options=(play.LARGE, unsure)), 5.0)[SMALL.mode].count == 7
 
 
 def test_min_healthy_bounds_and_budget_limit_the_count() -> None:
@@ -151,9 +153,9 @@ def test_a_single_request_has_to_meet_the_slo() -> None:
 @pytest.mark.parametrize("model", [None, GENERIC.model])
 def test_a_mode_without_an_engine_model_is_not_compared(model: Any) -> None:
     unknown = msgspec.structs.replace(SMALL, timing=msgspec.structs.replace(SMALL.timing, model=model))
-    found, why = verdict(confirmed(large(rungs=(play.LARGE, unknown)), SMALL.mode))
+    found, why = verdict(confirmed(large(mode_options=(play.LARGE, unknown)), SMALL.mode))
     assert (found.to, why) == (None, "its speed is unknown (no engine model)")
-    there = large(mode=SMALL.mode, rungs=(play.LARGE, unknown))
+    there = large(mode=SMALL.mode, mode_options=(play.LARGE, unknown))
     found, why = verdict(confirmed(there, play.LARGE.mode), 2.0)
     assert found.to is None and "multi-replica: its speed is unknown" in why
 
@@ -219,7 +221,7 @@ def test_no_switch_during_a_change_or_with_stale_metrics(changes: dict[str, Any]
 def test_a_long_start_has_to_pay_off() -> None:
     """From one large replica to three small ones: one GPU of four is saved while the load lasts."""
     slow = msgspec.structs.replace(SMALL, lead_s=600.0)
-    there = large(rungs=(play.LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
+    there = large(mode_options=(play.LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
     found, why = verdict(confirmed(there, SMALL.mode), 2.0)
     assert found.to is None and "saves 300 in 300 s, less than the 1800 that the switch costs" in why
     # A gain that lasted half an hour is expected to last another.
@@ -229,7 +231,7 @@ def test_a_long_start_has_to_pay_off() -> None:
 def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
     """Small replicas on all GPUs miss the SLO, which a large one would meet."""
     gap = msgspec.structs.replace(play.LARGE, gap_s=100.0)
-    long_timeout = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0)
+    long_timeout = large(mode=SMALL.mode, count=8, mode_options=(gap, SMALL), queue_s=100.0)
     there = confirmed(long_timeout, play.LARGE.mode, 3600)
     assert verdict(there, 2.0, spare=Resources())[0].to is not None
     short_timeout = msgspec.structs.replace(there, queue_s=99.0)
@@ -248,7 +250,7 @@ def test_during_a_gap_the_queue_has_to_hold_the_requests() -> None:
 def test_the_drain_of_a_switch_is_part_of_its_gap() -> None:
     gap = msgspec.structs.replace(play.LARGE, gap_s=40.0)
     there = confirmed(
-        large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0), play.LARGE.mode, 3600
+        large(mode=SMALL.mode, count=8, mode_options=(gap, SMALL), queue_s=100.0), play.LARGE.mode, 3600
     )
 
     def why(drain_s: float, rate: float = 2.0) -> str:
@@ -274,7 +276,7 @@ def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
     """No replica serves for 100 s, longer than a start in the present mode."""
     gap = msgspec.structs.replace(play.LARGE, gap_s=100.0)
     there = confirmed(
-        large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=99.0), play.LARGE.mode, 3600
+        large(mode=SMALL.mode, count=8, mode_options=(gap, SMALL), queue_s=99.0), play.LARGE.mode, 3600
     )
     asked: list[float] = []
 
@@ -291,19 +293,19 @@ def test_the_peak_during_a_switch_is_independent_of_the_forecast() -> None:
     decision, _ = decided(
         msgspec.structs.replace(there, signals=signals, supply=supply), 8, ResourceBudget(gpus=8)
     )
-    why = next(seen.why for seen in decision.outlooks if seen.mode == play.LARGE.mode)
+    why = next(seen.why for seen in decision.mode_forecasts if seen.mode == play.LARGE.mode)
     assert f"0.00 of {likely(rising, 100.0, 0.95):.2f} req/s can be served during the switch" in why
 
 
 def test_the_cheapest_mode_is_chosen() -> None:
     tiny = mode_option("tiny", gpus=1, most=8)
     wide = mode_option("wide", gpus=2, most=4)
-    there = large(rungs=(play.LARGE, wide, tiny), slo=SloConfig())
+    there = large(mode_options=(play.LARGE, wide, tiny), slo=SloConfig())
     there = msgspec.structs.replace(
         there, memory=DecisionMemory(better_since={"wide": play.NOON - 90, "tiny": play.NOON - 90})
     )
     found = comparison(there, 1.0).evaluate()
-    reasons = {each.mode: each.why for each in found.outlooks}
+    reasons = {each.mode: each.why for each in found.mode_forecasts}
     assert found.to is not None
     other = {"wide", "tiny"} - {found.to.mode}
     assert reasons[other.pop()].endswith(f"{found.to.mode} costs less")
@@ -339,7 +341,9 @@ def test_a_model_at_zero_does_not_switch() -> None:
     for count in (0, 1):
         signals = Signals(demand=quiet, replicas=figures(count, running=0))
         there = large(count=count, signals=signals, slo=SloConfig(), scale=ScaleConfig(zero_after_s=300.0))
-        there = msgspec.structs.replace(there, rungs=(msgspec.structs.replace(play.LARGE, least=0), small))
+        there = msgspec.structs.replace(
+            there, mode_options=(msgspec.structs.replace(play.LARGE, least=0), small)
+        )
         there = confirmed(
             msgspec.structs.replace(there, supply=Supply(wanted=count, serving=count)), SMALL.mode
         )
@@ -381,7 +385,9 @@ def test_a_manual_mode_is_switched_to_at_once() -> None:
 def test_a_manual_switch_without_metrics_keeps_the_capacity() -> None:
     signals = Signals(replicas=figures(6))
     wide = mode_option("wide", gpus=2, most=8)
-    there = situation(count=6, rungs=(SMALL, wide), signals=signals, override=ModeOverride(mode="wide"))
+    there = situation(
+        count=6, mode_options=(SMALL, wide), signals=signals, override=ModeOverride(mode="wide")
+    )
     decision, _ = decided(there, 6)
     workload = workload_of(None)
     one, other = (capability(each.timing, workload, SloConfig()).mu for each in (SMALL, wide))
@@ -394,7 +400,7 @@ def test_a_fixed_policy_does_not_change_the_mode() -> None:
     policies = {given.model: ModelPolicies(make(choose("policy", "static")))}
     decision, memory = decide_all({given.model: given}, ResourceBudget(gpus=12), policies)[given.model]
     assert (decision.mode, decision.gain, memory.better_since) == (play.LARGE.mode, None, {})
-    other = next(seen for seen in decision.outlooks if seen.mode == SMALL.mode)
+    other = next(seen for seen in decision.mode_forecasts if seen.mode == SMALL.mode)
     assert (other.count, other.why) == (8, "the policy does not change modes")
     by_hand = msgspec.structs.replace(given, override=ModeOverride(mode=SMALL.mode))
     decision, _ = decide_all({given.model: by_hand}, ResourceBudget(gpus=12), policies)[given.model]
@@ -406,7 +412,7 @@ def test_a_mode_that_no_longer_fits_the_budget_is_left() -> None:
     above_power_budget = msgspec.structs.replace(play.LARGE, watts=2560.0)
     small = msgspec.structs.replace(SMALL, watts=300.0)
     signals = Signals(demand=demand(1.0), replicas=figures(1))
-    there = large(slo=SloConfig(), rungs=(above_power_budget, small), signals=signals)
+    there = large(slo=SloConfig(), mode_options=(above_power_budget, small), signals=signals)
     decision, memory = decided(there, budget=ResourceBudget(watts=2500))
     assert (decision.mode, decision.count) == (play.LARGE.mode, 1)
     assert memory.better_since == {SMALL.mode: play.NOON}
@@ -416,7 +422,9 @@ def test_a_mode_that_no_longer_fits_the_budget_is_left() -> None:
 
 def test_a_manual_mode_waits_for_the_budget() -> None:
     signals = Signals(demand=demand(2.0), replicas=figures(2))
-    there = situation(count=2, rungs=play.BOTH, signals=signals, override=ModeOverride(mode=play.LARGE.mode))
+    there = situation(
+        count=2, mode_options=play.BOTH, signals=signals, override=ModeOverride(mode=play.LARGE.mode)
+    )
     decision, _ = decided(there, 2, ResourceBudget(gpus=3))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
     assert "switch to single-large waits: it needs 1, the budget leaves 0" in decision.reason
