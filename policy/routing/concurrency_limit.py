@@ -127,7 +127,7 @@ class ConcurrencyLimit:
         elif at // PROBE_EVERY_S > self._at // PROBE_EVERY_S and at - self._at < MAX_ELAPSED_S:
             self._probes_until, self._at = at + PROBE_S, at
             return
-        if self._least_s == math.inf or not streams:
+        if self._least_s == math.inf or not streams or not self._firsts:
             self._at = at
             return
         rate = len(self._firsts) / max(at - self._firsts[0], 1e-3)

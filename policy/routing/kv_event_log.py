@@ -76,6 +76,8 @@ class KvEventLog:
     def _apply(self, event: KvEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             self.index.cleared()
+            # No removals of its blocks follow.
+            self._keys = {each: key for each, key in self._keys.items() if self.index.holds(key)}
         elif event.group_idx:
             self.unsupported = "its model has several KV cache groups"
         elif event.medium == STORAGE:

@@ -65,6 +65,14 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
             outputs if sampling_params.structured_outputs is None else constrained(outputs, sampling_params)
         )
 
+    async def _add_request(self, request: Any, *args: Any) -> None:
+        """As vLLM's, which leaves a request registered that it cannot send, but for one with several answers."""
+        try:
+            await super()._add_request(request, *args)
+        except BaseException:
+            await self.abort(request.request_id, internal=True)
+            raise
+
     @staticmethod
     def refusal(params: Any, output: Any) -> Exception | None:
         """The error that a request with ``params`` raises at this ``output``, if any."""

@@ -99,7 +99,8 @@ def least_problem(
     missed = int((1.0 - slo.attainment) * len(work) + ROUNDING)
     heaviest = float(np.sort(work)[len(work) - missed :].sum())
     gap_s = math.inf if slo.itl_p95_s is None else slo.itl_p95_s
-    lasts_s = (wait_s if slo.ttft_p95_s is None else slo.ttft_p95_s) + gap_s * float(answers.max() - 1.0)
+    gaps = float(answers.max() - 1.0)
+    lasts_s = (wait_s if slo.ttft_p95_s is None else slo.ttft_p95_s) + (gap_s * gaps if gaps else 0.0)
     count = min(shape.bins, int(min(lasts_s, until - since) / shape.bin_s) + 2)
     return replace(
         shape,

@@ -350,8 +350,8 @@ class SimulatedGateway:
         job = EngineJob(ticket.number, *tokens, arrival.adapter, arrival.blocks)
         request = ticket.request
         blocks = blocks_of(job)
-        for block, value, depth in zip(blocks, request.prefix, request.depths, strict=False):
-            runner.names.setdefault(block, {})[value] = depth, blocks
+        for end, value, depth in zip(HASHED, request.prefix, request.depths, strict=False):
+            runner.names.setdefault(blocks[end - 1], {})[value] = depth, blocks
         most = self._longest[runner.key.shape]
         try:
             if most is not None and sum(tokens) > most:

@@ -28,6 +28,11 @@ MAX_TOKEN_IDS: Final = 64
 MAX_BIASES: Final = 300
 MAX_MIN_TOKENS: Final = 1_000_000
 MAX_TOKENS: Final = 1 << 20
+# Engines serialize integers of up to 64 bits.
+MAX_INTEGER: Final = (1 << 31) - 1
+# vLLM compares each pattern size with the end of the answer, in each step.
+MAX_PATTERN: Final = 128
+MAX_REPETITIONS: Final = 64
 # The fields that are no prompts are short.
 MAX_FIELD: Final = 64 * 1024
 MAX_TOOLS: Final = 512
@@ -77,8 +82,11 @@ def check_number(name: str, value: Raw, most: int) -> None:
         number = float(text) if len(text) <= _NUMBER_BYTES else most + 1.0
     except ValueError:
         raise Refused(Refusal.BAD_REQUEST, f"{name} must be a number.", param=name) from None
-    if not number <= most:
+    if not -MAX_INTEGER <= number <= most:
         shown = text[:_NUMBER_BYTES].decode()
+        if number < 0:
+            message = f"{name} must be at least {-MAX_INTEGER}, got {shown}."
+            raise Refused(Refusal.BAD_REQUEST, message, param=name)
         raise Refused(Refusal.BAD_REQUEST, f"{name} must be at most {most}, got {shown}.", param=name)
 
 
@@ -111,6 +119,26 @@ def check_tools(items: list[Raw]) -> None:
 
 def _number(most: int) -> Check:
     return lambda name, value: check_number(name, value, most)
+
+
+def _token_ids(most: int) -> Check:
+    count = _list(most, "tokens")
+
+    def check(name: str, value: Raw) -> None:
+        count(name, value)
+        if memoryview(value)[0] == _OPEN:
+            for token_id in ITEMS.decode(value):
+                check_number(name, token_id, MAX_INTEGER)
+
+    return check
+
+
+def _repetitions(name: str, value: Raw) -> None:
+    check_size(name, value)
+    if memoryview(value)[0] == ord("{"):
+        for member, number in MEMBERS.decode(value).items():
+            most = MAX_REPETITIONS if member == "min_count" else MAX_PATTERN
+            check_number(f"{name}.{member}", number, most)
 
 
 def _list(most: int, what: str) -> Check:
@@ -264,8 +292,13 @@ CHECKS: dict[str, Check] = {
     "stop": _list(MAX_STOPS, "sequences"),
     "stop_sequences": _list(MAX_STOP_SEQUENCES, "sequences"),
     "bad_words": _list(MAX_TOKEN_IDS, "words"),
-    "stop_token_ids": _list(MAX_TOKEN_IDS, "tokens"),
-    "logprob_token_ids": _list(MAX_LOGPROBS, "tokens"),
+    **dict.fromkeys(
+        ("top_k", "thinking_token_budget", "stream_interval", "routed_experts_prompt_start", "dimensions"),
+        _number(MAX_INTEGER),
+    ),
+    "repetition_detection": _repetitions,
+    "stop_token_ids": _token_ids(MAX_TOKEN_IDS),
+    "logprob_token_ids": _token_ids(MAX_LOGPROBS),
     "include": _list(MAX_STOP_SEQUENCES, "fields"),
     "logit_bias": _biases,
     **dict.fromkeys(SCHEMAS, _schema),

@@ -153,6 +153,16 @@ def test_a_measurement_by_the_other_kind_of_answers_is_given_up() -> None:
     assert limit.limit == 256
 
 
+def test_a_first_stream_after_whole_answers_leaves_the_bound_as_it_is() -> None:
+    limit = ConcurrencyLimit(0.0)
+    for i in range(200):
+        limit.whole(WholeAnswer(1.0 + 0.01 * (i % 50), 10.0 + i % 50, 1.0 + i))
+        limit.estimate_whole(4, 4, 1.5 + i)
+    before = limit.limit
+    limit.estimate(1, 1, 1, 202.0)
+    assert limit.limit == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["delays", "whole answers"])
 def test_longer_prompts_are_not_taken_for_a_queue_for_long(by: str) -> None:

@@ -93,6 +93,15 @@ def test_blocks_of_the_wrong_size_and_beyond_the_bound_do_not_count_as_held() ->
     assert finds(log_of(FIRST, max_blocks=2)) == (8, 0)
 
 
+def test_blocks_of_a_cleared_cache_leave_the_bound() -> None:
+    log = log_of(max_blocks=12)
+    for number in range(0, 20, 2):
+        tokens = [1000 * number + token for token in range(40)]
+        log.take(number, batch(stored(list(range(10 * number, 10 * number + 10)), tokens, BLOCK)))
+        assert log.index.tokens_of(block_keys(tokens, BLOCK, extras=())) == (40, 0)
+        log.take(number + 1, batch(["AllBlocksCleared"]))
+
+
 def test_a_gap_is_lost_and_old_batches_are_known() -> None:
     log = log_of(FIRST)
     assert log.is_last(0, FIRST)

@@ -83,3 +83,11 @@ def test_as_many_requests_may_be_missed_as_the_slo_allows(attainment: float, ser
     slo = SloConfig(attainment=attainment)
     least = least_problem(tokens, np.ones(10), slo, since=0.0, until=10.0, wait_s=0.0, shape=shape)
     assert least.attainment * 10 == pytest.approx(served)
+
+
+def test_answers_of_one_token_end_with_it() -> None:
+    tokens = tokens_of([Arrival(float(i), 100, 1) for i in range(10)])
+    shape = ProvisioningProblem(demand=np.zeros(2), bin_s=10.0, mu=1.0)
+    slo = SloConfig(ttft_p95_s=5.0)
+    least = least_problem(tokens, np.ones(10), slo, since=0.0, until=20.0, wait_s=0.0, shape=shape)
+    assert least.wait_s == 20.0

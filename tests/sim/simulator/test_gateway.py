@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from policy.config.control import SloConfig
 from policy.deployment_file.parse import parse
 from policy.engine.builtin_profiles import max_request_tokens, shipped
+from policy.routing.router import Router
+from policy.routing.settings import RoutingSettings
 from policy.scaling.policies.registry import choose, make
+from policy.wire.load_stream import CachedPrefix
 from sim.arrivals import Arrival
 from sim.planning.demand import met_alone
 from sim.simulator.fault_scenario import CrashFault, FaultScenario
+from sim.simulator.gateway import RouterFactory
 from sim.simulator.run import simulate
 from sim.simulator.run_record import RequestOutcome
 from tests.sim.simulator.test_run import deployment
@@ -92,3 +96,59 @@ def test_a_retry_after_a_crash_before_the_first_token_spends_no_budget() -> None
         seed=1,
     )
     assert set(record.requests["m"].outcome.tolist()) == {RequestOutcome.SERVED}
+
+
+class RecordingRouter:
+    """A router that keeps which prefixes the replica reports as held, before each report."""
+
+    def __init__(self, settings: RoutingSettings) -> None:
+        self.router = Router(settings)
+        self.held: dict[int, int] = {}
+        self.before: list[dict[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.router, name)
+
+    def cached(self, held: list[CachedPrefix], gone: list[CachedPrefix], *rest: Any, **named: Any) -> None:
+        self.before.append(self.held.copy())
+        self.held |= {each.hash: each.tokens for each in held}
+        for each in gone:
+            self.held.pop(each.hash, None)
+        self.router.cached(held, gone, *rest, **named)
+
+
+def test_a_long_prompt_is_reported_as_held_as_far_as_it_is() -> None:
+    """Beyond 16 blocks not each one ends a prefix that the router knows."""
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": "l4-8b"},
+        "engine_args": {"max_model_len": 32768},
+        "shapes": {"one": {"gpus": 1}},
+        "modes": {"multi-replica": {"shape": "one", "replicas": 1}},
+    }
+    block = 512
+    # The cache has 37 blocks: the second prompt evicts the end of the first.
+    trace = [
+        Arrival(0.0, 32 * block, 4, blocks=tuple(range(32))),
+        Arrival(60.0, 20 * block, 4, blocks=tuple(range(100, 120))),
+        Arrival(120.0, 32 * block, 4, blocks=tuple(range(32))),
+    ]
+    routers: list[RecordingRouter] = []
+
+    def router(settings: RoutingSettings) -> RecordingRouter:
+        routers.append(RecordingRouter(settings))
+        return routers[-1]
+
+    policies = {"m": make(choose("policy", "static"))}
+    record = simulate(parse({"models": [model]}), policies, trace, router=cast("RouterFactory", router))
+    (recorded,) = routers
+    first = max(recorded.before[:3], key=len)
+    reported = [
+        max((tokens for hashed, tokens in held.items() if hashed in first), default=0)
+        for held in recorded.before
+    ]
+    assert max(reported) == 32 * block
+    found = int(record.requests["m"].cached_tokens[2])
+    # Of 17 blocks that are left the first 16 are a prefix that the router knows.
+    assert (found, min(reported[2:])) == (17 * block, 16 * block)
