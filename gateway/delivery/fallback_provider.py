@@ -51,7 +51,7 @@ class FallbackProvider:
         """Apply the deployment's settings, except the URL."""
         self.upstream = upstream
         self.pool.connect_timeout_s = deployment.gateway.connect_timeout_s
-        self.breaker.limits = deployment.gateway.eject
+        self.breaker.configure(deployment.gateway.eject)
         self.spend_cap.cap = upstream.cost_cap_per_h / deployment.gateway.workers
 
     def serves(self, route: ProxyRoute, name: str) -> bool:

@@ -47,8 +47,7 @@ _UNKNOWN_MODEL: Final = Refusal.UNKNOWN_MODEL
 
 # What becomes of the requests on a replica that dies.
 _LOSSES: Final = frozenset({_LOST, _BROKEN})
-# Within these times the port of a killed process closes, and the replicas of a lost node or cluster are dead.
-DYING_S: Final = 0.05
+# Within this time the replicas of a lost node or cluster are dead.
 TOGETHER_S: Final = 0.5
 # Of the bodies of clients that leave, longer ones are not hashed: many may leave at once.
 MAX_HASHED: Final = 1024 * 1024
@@ -260,11 +259,7 @@ class RetryLoop:
         await request_starts().wait(client[0] if client is not None else "")
 
     async def _accepts_connections(self, replica: ReplicaHandle) -> bool:
-        """Whether the replica lives on after a connection of it died; one check is for all that ask then."""
-        check = replica.survival_check
-        if check is None:
-            check = replica.survival_check = self._loop.create_task(_survives(replica))
-        survives = await asyncio.shield(check)
+        survives = await replica.survival.survives()
         await self._in_its_turn()
         return survives
 
@@ -346,25 +341,6 @@ def prefix_headers(request: Request, new_hashes: Sequence[int]) -> bytes:
         listed = b",".join([b"%d" % end for end in ends])
         head += b"%b: %x,%b,%d\r\n" % (_DEPTHS, last, listed, request.prompt_tokens)
     return head
-
-
-async def _survives(replica: ReplicaHandle) -> bool:
-    """Whether the replica accepts connections; new ones are kept.
-
-    So it is assumed where this machine can open none: its own lack says nothing of the replica. The port of a
-    process that is being killed may be open for a moment longer than its connections.
-    """
-    this = replica.survival_check
-    try:
-        replica.pool.give(await replica.pool.connect())
-        await asyncio.sleep(DYING_S)
-        replica.end_survival_check(this)  # from now on it says nothing of a death
-        replica.pool.give(await replica.pool.connect())
-    except OSError as error:
-        return is_local_fault(error)
-    finally:
-        replica.end_survival_check(this)
-    return True
 
 
 def validator_of(route: ProxyRoute, body: RequestBody, *, strip_usage: bool) -> SseValidator:

@@ -14,7 +14,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -347,6 +347,15 @@ class Http1ClientConnection:
             sink.on_lost(stale=False)
 
 
+@lru_cache(maxsize=64)
+def trusting(ca_file: str | None, changed_ns: int) -> ssl.SSLContext:
+    """For calls to servers whose certificates are those of a file, which was changed then, or the system's.
+
+    To read them takes tens of milliseconds, so it is called in a thread. Raises ``OSError``.
+    """
+    return ssl.create_default_context(cafile=ca_file)
+
+
 class ConnectionPool:
     """Connections to one server, with TLS and a verified certificate if its URL is https.
 
@@ -379,8 +388,11 @@ class ConnectionPool:
     async def connect(self) -> Http1ClientConnection:
         """A new connection; raises ``OSError``, which includes ``TimeoutError`` and ``ssl.SSLError``."""
         loop = asyncio.get_running_loop()
-        if self._secure and self._tls is None:
-            self._tls = ssl.create_default_context(cafile=self._ca_file)
+        if self._secure and (tls := self._tls) is None:
+            wanted = self._ca_file, self._ca_changed_ns
+            tls = await asyncio.to_thread(trusting, *wanted)
+            if wanted == (self._ca_file, self._ca_changed_ns):
+                self._tls = tls
         connection, is_open = Http1ClientConnection(self), False
         try:
             async with asyncio.timeout(self.connect_timeout_s):
@@ -388,7 +400,7 @@ class ConnectionPool:
                     cast("Callable[[], asyncio.Protocol]", lambda: connection),
                     self.host,
                     self.port,
-                    ssl=self._tls,
+                    ssl=tls if self._secure else None,
                 )
             is_open = True
         finally:

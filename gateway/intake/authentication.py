@@ -187,8 +187,6 @@ class TenantDirectory:
         for number, account in enumerate(self._accounts(), 1):
             if number % ACCOUNTS_A_TURN == 0:
                 yield
-            if not (account.in_flight or account.prompt_tokens or account.output_tokens):
-                continue
             self._shared.set_tenant(
                 account.key, account.in_flight, account.prompt_tokens, account.output_tokens
             )

@@ -37,7 +37,7 @@ def bound_answer(route: ProxyRoute, body: RequestBody, most: int) -> None:
         if tokens is not None and tokens > most:
             message = f"{name} is {tokens}: this API key allows answers of at most {most} tokens."
             raise Refused(Refusal.BAD_REQUEST, message, param=name, code="max_tokens_exceeded")
-    if any(given.values()):
+    if any(tokens is not None for tokens in given.values()):
         return
     name = next(iter(given))
     setattr(body, name, most)

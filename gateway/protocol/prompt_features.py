@@ -124,8 +124,14 @@ class BytesPerToken:
 
 
 def limit_of(body: RequestBody) -> int | None:
-    """The most tokens that one choice of the answer may have, if the client bounds it."""
-    return body.max_completion_tokens or body.max_output_tokens or body.max_tokens
+    """The most tokens that one choice of the answer may have, if the client bounds it; at least 1.
+
+    With 0, which asks for nothing but the prompt's echo, engines compute a token too.
+    """
+    for limit in (body.max_completion_tokens, body.max_output_tokens, body.max_tokens):
+        if limit is not None:
+            return max(1, limit)
+    return None
 
 
 def grid_of(seed: int, body: RequestBody, route: ProxyRoute, raw: bytes, *, most: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from gateway.http.http1_client import causes, is_local_fault
+from gateway.http.http1_client import causes, is_local_fault, trusting
 from gateway.routing.discovered_server import (
     DiscoveredServer,
     external_replica,
@@ -247,7 +247,7 @@ class ExternalPoller:
     async def _get(self, server: ExternalServer, path: str, key: bytes, changed_ns: int) -> tuple[int, bytes]:
         """Status and body of an answer; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
         headers = {"authorization": f"Bearer {key.decode()}"} if key else {}
-        url, client = server.base + path, self._client(server.ca_file, changed_ns)
+        url, client = server.base + path, await self._client(server.ca_file, changed_ns)
         async with client.stream("GET", url, headers={**headers, "accept-encoding": "identity"}) as answer:
             body = b""
             async for part in answer.aiter_raw():
@@ -256,11 +256,12 @@ class ExternalPoller:
                     raise _NotServed(f"its answer to GET {path} has more than {MAX_LISTING} bytes")
             return answer.status_code, body
 
-    def _client(self, ca_file: str | None, changed_ns: int) -> httpx.AsyncClient:
+    async def _client(self, ca_file: str | None, changed_ns: int) -> httpx.AsyncClient:
         """The client for servers with certificates by ``ca_file``; raises ``OSError`` if it is unusable."""
         trusts = ca_file, changed_ns
         if trusts not in self._clients:
-            verify = ssl.create_default_context(cafile=ca_file)
+            verify = await asyncio.to_thread(trusting, ca_file, changed_ns)
+        if trusts not in self._clients:  # another probe may have made it meanwhile
             self._clients[trusts] = httpx.AsyncClient(
                 timeout=self.times.probe_timeout_s, trust_env=False, verify=verify
             )

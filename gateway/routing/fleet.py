@@ -43,7 +43,7 @@ class ServedModel:
     starts. ``start_s``: the slowest measured start. ``load_failures``: the code of an adapter's load failure.
     Since ``closing_since`` replicas of other layers than the desired one (``layer``: shape and generation)
     take what ends before they drain at ``closes_at``, both in loop time. ``gives_way``: some have
-    drained for others that are still to come.
+    drained for others that are still to come. ``leaving`` left the fleet with requests in flight.
     """
 
     def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
@@ -53,7 +53,7 @@ class ServedModel:
         self.engine = EngineKind.VLLM
         self.created = 0
         self.max_model_len: int | None = None
-        self.handles: list[ReplicaHandle] = []
+        self.handles, self.leaving = list[ReplicaHandle](), list[ReplicaHandle]()
         self.coming = True
         self.down = self.asleep = self.gives_way = False
         self.start_s: float | None = None
@@ -316,12 +316,12 @@ class FleetView:
             kept.append(handle)
         for handle in handles.values():
             handle.close()
+        served.leaving += handles.values()
         served.handles = kept
         self.replica_changed(served)
 
     def _open(self, served: ServedModel, replica: Replica) -> ReplicaHandle:
-        external = served.engine is EngineKind.EXTERNAL
-        secret = None if external else self._secret
+        secret = None if served.engine is EngineKind.EXTERNAL else self._secret
         handle = ReplicaHandle(
             replica, self._connect_timeout_s, secret, self._shared, served.health, events=self._events
         )
@@ -341,8 +341,8 @@ class FleetView:
     def count_up(self) -> None:
         """Count the replicas that traffic may go to, for the metrics: seldom, as each line is a change."""
         for served in self._served.values():
-            up = sum(handle.admissible or handle.full for handle in served.handles)
-            self._metrics.model(served.name).replicas_up = up
+            meter = self._metrics.model(served.name)
+            meter.replicas_up = sum(each.admissible or each.full for each in served.handles)
 
     def unavailable(self, served: ServedModel) -> None:
         self._events.unavailable(served.name)

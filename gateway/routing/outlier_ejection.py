@@ -78,6 +78,7 @@ class ReplicaProber:
         timeout_s = self.deployment().gateway.progress_timeout_s
         for served in self.fleet.models:
             self._eject_stuck(served, at, timeout_s)
+            self._leave_stuck(served, at, timeout_s)
             meter = self.metrics.model(served.name)
             for handle in served.handles:
                 if stalls := new_stalls(handle):
@@ -118,6 +119,18 @@ class ReplicaProber:
                 self._silent.extend((relay, stuck_s) for relay in handle.relays if not relay.committed)
         if ejected:
             self.fleet.replica_changed(served)
+
+    def _leave_stuck(self, served: ServedModel, at: float, timeout_s: float) -> None:
+        """Move streams that have not begun from replicas that left the fleet and make no progress.
+
+        Of answers that are no streams nothing shows it there.
+        """
+        served.leaving = [handle for handle in served.leaving if handle.relays]
+        for handle in served.leaving:
+            stuck_s = min(handle.stuck_s(at), at - self._runs_since)
+            if stuck_s >= timeout_s:
+                waiting = (each for each in handle.relays if each.streams and not each.committed)
+                self._silent.extend((relay, stuck_s) for relay in waiting)
 
     def _move(self) -> None:
         """Have the next few requests end their attempts, unless an answer has begun meanwhile."""

@@ -16,6 +16,7 @@ from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet_listeners import NO_EVENTS, FleetListeners
 from gateway.routing.loaded_adapters import ReplicaAdapters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
+from gateway.routing.survival_check import SurvivalCheck
 from policy.errors import Refusal
 from policy.hashing import hash_name
 from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue
@@ -59,7 +60,7 @@ class ReplicaHandle:
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
     ``round_trip_s``: of the network, 0 if unknown. ``stepped_after``: when its engine's last step was yet to
     come. ``limit`` learns a bound that is not configured, ``cache`` follows an external server's KV events.
-    ``survival_check``: whether it lives on after a connection of it died, if that is being checked.
+    ``survival``: whether it lives on after a connection of it was lost.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class ReplicaHandle:
         self.contradicting_answers = 0
         self.round_trip_s = 0.0
         self.limit: ConcurrencyLimit | None = None
-        self.survival_check: asyncio.Task[bool] | None = None
+        self.survival = SurvivalCheck(self.pool)
+        self._death_check: asyncio.Task[None] | None = None
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
         self._events = events
@@ -150,11 +152,6 @@ class ReplicaHandle:
             else:
                 limit.estimate_whole(self.mine, self.in_flight, time())
         self.view.bound = limit.limit
-
-    def end_survival_check(self, check: asyncio.Task[bool] | None) -> None:
-        """Let no more requests wait for ``check``; one that began after it stays."""
-        if self.survival_check is check:
-            self.survival_check = None
 
     def take_connection(self) -> UpstreamConnection | None:
         """A way for a request that needs no waiting, if there is one."""
@@ -258,8 +255,7 @@ class ReplicaHandle:
         self._pending_of_other_hosts = max(0, load.pending_tokens - self._pending - pending)
         self.view.bound = bound
         self.view.kv_used = load.kv_used if 0.0 <= load.kv_used <= 1.0 else 0.0
-        if report.timing is not None:
-            self.view.timing = report.timing
+        self.view.timing = report.timing or self.view.timing
         if self._restarted:
             self._restarted = False
             if load.tokens < self._tokens:  # it counts from its start
@@ -307,6 +303,11 @@ class ReplicaHandle:
     def died(self) -> None:
         """It ended without having drained."""
         self._events.died(self.model, self.view.key)
+
+    async def _check_death(self) -> None:
+        """Its load stream was lost, as by a reset of the network, or with the replica."""
+        if not await self.survival.survives():
+            self.died()
 
     def refused(self, reason: Refusal) -> None:
         """The replica refused a request; its next report decides again."""
@@ -371,7 +372,7 @@ class ReplicaHandle:
             if (self.answering or was_silent) and not (
                 self.silent or self._leaving or self.replica.state in _LEAVING
             ):
-                self.died()
+                self._death_check = loop.create_task(self._check_death())
             # A replica that makes progress is alive, whatever has become of its load stream.
             if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):
                 self.set_answering(at, False)

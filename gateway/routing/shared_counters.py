@@ -99,7 +99,10 @@ class SharedCounts:
         return []
 
     def set_tenant(self, tenant_key: int, in_flight: int, prompt_tokens: int, output_tokens: int) -> None:
-        """A tenant has these requests in flight, and was served these tokens since this worker started."""
+        """A tenant has these requests in flight, and was served these tokens since this worker started.
+
+        One without any takes no row, if it had none before.
+        """
 
     def tenant_of_others(self, tenant_key: int) -> tuple[int, int, int]:
         """The sums of what the others set by :meth:`set_tenant`; they may decrease."""
@@ -231,7 +234,9 @@ class SharedRows(SharedCounts):
         return [(at, words[at] - 1) for at in self._accepting if words[at]]
 
     def set_tenant(self, tenant_key: int, in_flight: int, prompt_tokens: int, output_tokens: int) -> None:
-        at = self._accounts.get(tenant_key) or self._claim(_ACCOUNTS, self._accounts, tenant_key)
+        at = self._accounts.get(tenant_key, 0)
+        if not at and (in_flight or prompt_tokens or output_tokens):
+            at = self._claim(_ACCOUNTS, self._accounts, tenant_key)
         if at > 0:
             counts = self._counts
             counts[at + 1], counts[at + 2], counts[at + 3] = in_flight, prompt_tokens, output_tokens

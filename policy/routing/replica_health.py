@@ -74,6 +74,12 @@ class CircuitBreaker:
         self._recent = RecentCounts(limits.window_s)
         self._losses = RecentCounts(limits.window_s)
 
+    def configure(self, limits: OutlierEjection) -> None:
+        """Apply limits; a window of another length starts empty."""
+        if limits.window_s != self.limits.window_s:
+            self._recent, self._losses = RecentCounts(limits.window_s), RecentCounts(limits.window_s)
+        self.limits = limits
+
     def failing(self, at: float) -> bool:
         """Whether its recent results would open it."""
         if self.streak >= self.limits.failures:
@@ -227,7 +233,7 @@ class ReplicaHealth:
         """Apply limits; a retry budget with other limits starts empty."""
         self._eject_limits = eject
         for breaker in self.breakers:
-            breaker.limits = eject
+            breaker.configure(eject)
         if retry != self._retry_limits:
             self._retry_limits = retry
             self._recent = RecentCounts(retry.window_s)

@@ -66,7 +66,7 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
         )
 
     async def _add_request(self, request: Any, *args: Any) -> None:
-        """As vLLM's, which leaves a request registered that it cannot send, but for one with several answers."""
+        """As vLLM's, which leaves a request of one answer registered that it cannot send."""
         try:
             await super()._add_request(request, *args)
         except BaseException:

@@ -11,7 +11,16 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, answer_json, event, hold
+from tests.gateway.fake_replica import (
+    ANSWER,
+    STREAM,
+    Exchange,
+    FakeReplica,
+    answer_json,
+    event,
+    hold,
+    stream,
+)
 from tests.gateway.worker import Stack, model, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -207,6 +216,22 @@ async def test_requests_do_not_wait_for_external_servers_that_are_down(stack: St
     await server.start()
     await until(lambda: stack.admits({server.url.removeprefix("http://")}), "it is back")
     assert (await stack.chat()).content == ANSWER
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_stream_moves_from_a_hung_server_that_left_the_deployment(stack: Stack) -> None:
+    servers = await external(stack, 2)
+    for server in servers:
+        server.answer = hold(asyncio.Event())
+    asked = asyncio.create_task(stack.chat(stream=True))
+    await until(lambda: any(server.hits for server in servers), "one has it")
+    hangs, works = sorted(servers, key=lambda server: not server.hits)
+    works.answer = stream(STREAM)
+    stack.models[0]["urls"] = [works.url]
+    stack.write_document()
+    await until(lambda: stack.admits({works.url.removeprefix("http://")}), "it has left")
+    assert (await asked).content == STREAM
+    assert len(hangs.hits) == len(works.hits) == 1
 
 
 @pytest.mark.asyncio(loop_scope="function")

@@ -158,6 +158,11 @@ def test_counts_are_summed_over_the_workers_of_the_host(tmp_path: Path) -> None:
         acme, bits = asyncio.run(worker.describe())
         assert (acme["in_flight"], acme["prompt_tokens"], acme["output_tokens"]) == (6, 60, 600)
         assert (bits["in_flight"], bits["prompt_tokens"], bits["output_tokens"]) == (0, 0, 0)
+    for left in (3, 0):
+        account_of(workers[1], bearer(b"k-2")).in_flight = left
+        assert not list(workers[1].share())
+        rows[0].beat()
+        assert asyncio.run(workers[0].describe())[1]["in_flight"] == left
     rows[2].close()  # a worker that has ended has nothing in flight
     rows[0].beat()
     assert asyncio.run(workers[0].describe())[0]["in_flight"] == 3

@@ -48,7 +48,7 @@ def test_a_request_without_a_bound_gets_one(path: str, given: dict[str, Any], fi
     assert bounded(path, raw) == {"model": "m", **given, field: 10}
 
 
-@pytest.mark.parametrize("given", [{"max_tokens": 10}, {"max_completion_tokens": 3}])
+@pytest.mark.parametrize("given", [{"max_tokens": 10}, {"max_completion_tokens": 3}, {"max_tokens": 0}])
 def test_a_request_within_the_bound_is_left_as_it_is(given: dict[str, int]) -> None:
     assert bounded(CHAT, json.dumps({"model": "m", **given}).encode()) == {"model": "m", **given}
 

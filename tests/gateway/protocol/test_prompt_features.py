@@ -157,3 +157,9 @@ def test_a_long_prompt_has_few_boundaries() -> None:
     assert sum(end <= 240 * 1024 for end in BOUNDARIES) <= 48
     gaps = [b / a for a, b in pairwise(BOUNDARIES[7:])]
     assert max(gaps) < 1.2
+
+
+def test_a_request_for_no_tokens_has_a_limit() -> None:
+    """With `echo` engines compute one."""
+    assert fingerprint("/v1/completions", prompt="a", echo=True, max_tokens=0).limit_tokens == 1
+    assert fingerprint("/v1/completions", prompt="a", max_tokens=None).limit_tokens == 0

@@ -56,7 +56,7 @@ class Site:
         self.replicas = [
             ReplicaHandle(ready_replica(name), 1.0, "", health=self.health) for name in ("one", "two")
         ]
-        served = Mock(handles=self.replicas, health=self.health, engine=EngineKind.SIM)
+        served = Mock(handles=self.replicas, leaving=[], health=self.health, engine=EngineKind.SIM)
         served.name, served.is_unavailable.return_value = "m", False
         probes = ReplicaProber(Mock(models=(served,)), WorkerMetrics(), lambda: Deployment(()), "")
         self.sweeps = asyncio.create_task(probes.run())

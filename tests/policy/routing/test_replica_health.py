@@ -185,6 +185,13 @@ def test_new_limits_apply_to_existing_breakers() -> None:
     assert fail(health, one, 0.0, 2)
 
 
+def test_a_new_window_applies_to_existing_breakers() -> None:
+    health, (one, _) = model(2)
+    health.configure(OutlierEjection(failures=99, window_s=100.0), RetryBudget())
+    assert not fail(health, one, 1.0, MIN_VOLUME - 1)
+    assert fail(health, one, 60.0, 1)
+
+
 def test_a_removed_replica_does_not_count() -> None:
     health, (one, two) = model(2)
     health.leave(two)
