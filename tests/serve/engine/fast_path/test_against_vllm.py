@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,6 +133,21 @@ async def test_a_client_that_leaves_frees_its_slot(engine: Engine, path: str, st
         await engine.runs(1, within_s=10)
     whole = await stays
     assert (b'"length"' in whole.content, b'"abort"' in whole.content) == (True, False)
+
+
+@pytest.mark.parametrize("headers", [{}, TO_VLLM])
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_a_request_that_cannot_be_sent_leaves_nothing(
+    engine: Engine, path: str, headers: dict[str, str]
+) -> None:
+    """What vLLM keeps of it would count as waiting for as long as the engine runs."""
+    for stream in (True, False):
+        body = base(path, MODEL) | {"top_k": 1 << 64, "stream": stream}
+        answer = await engine.ask(Request(path, body), headers)
+        assert b'"error"' in answer.content
+    async with engine.http.stream("GET", "/internal/load") as lines:
+        load = json.loads(await anext(lines.aiter_lines()))["load"]
+    assert (load["in_flight"], load.get("waiting", 0)) == (0, 0)
 
 
 async def test_streams_of_an_engine_that_dies_end_as_those_of_vllms_app(engine: Engine) -> None:
