@@ -388,7 +388,8 @@ class ConnectionPool:
     async def connect(self) -> Http1ClientConnection:
         """A new connection; raises ``OSError``, which includes ``TimeoutError`` and ``ssl.SSLError``."""
         loop = asyncio.get_running_loop()
-        if self._secure and (tls := self._tls) is None:
+        tls = self._tls
+        if self._secure and tls is None:
             wanted = self._ca_file, self._ca_changed_ns
             tls = await asyncio.to_thread(trusting, *wanted)
             if wanted == (self._ca_file, self._ca_changed_ns):
@@ -400,7 +401,7 @@ class ConnectionPool:
                     cast("Callable[[], asyncio.Protocol]", lambda: connection),
                     self.host,
                     self.port,
-                    ssl=tls if self._secure else None,
+                    ssl=tls,
                 )
             is_open = True
         finally:

@@ -126,9 +126,10 @@ class ReplicaProber:
         Of answers that are no streams nothing shows it there.
         """
         served.leaving = [handle for handle in served.leaving if handle.relays]
+        others = any(handle.admissible for handle in served.handles)
         for handle in served.leaving:
             stuck_s = min(handle.stuck_s(at), at - self._runs_since)
-            if stuck_s >= timeout_s:
+            if others and stuck_s >= timeout_s:
                 waiting = (each for each in handle.relays if each.streams and not each.committed)
                 self._silent.extend((relay, stuck_s) for relay in waiting)
 
