@@ -347,12 +347,16 @@ class Http1ClientConnection:
             sink.on_lost(stale=False)
 
 
-@lru_cache(maxsize=64)
 def trusting(ca_file: str | None, changed_ns: int) -> ssl.SSLContext:
     """For calls to servers whose certificates are those of a file, which was changed then, or the system's.
 
     To read them takes tens of milliseconds, so it is called in a thread. Raises ``OSError``.
     """
+    return _trusting(ca_file, changed_ns, None if ca_file else ssl.get_default_verify_paths())
+
+
+@lru_cache(maxsize=64)
+def _trusting(ca_file: str | None, changed_ns: int, system: object) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_file)
 
 
