@@ -157,6 +157,35 @@ async def test_what_is_refused_says_why_and_changes_nothing(
     assert site.file() == before
 
 
+async def test_keys_of_a_tenant_that_left_the_file_belong_to_no_later_one(site: AccountingSite) -> None:
+    made = await site.ask("POST", "/keys", {"tenant": "declared", "alias": "ci"})
+    path = f"/keys/{made['view']['id']}"
+    site.declare(tenants=[])
+    assert (await site.ask("GET", path))["state"] == "blocked"
+    assert (await site.ask("POST", "/tenants", {"name": "declared"}))["keys"] == 0
+    assert (await site.ask("GET", path))["state"] == "revoked"
+    assert [type(row) for row in site.file()] == [SnapshotHead, TenantRow]
+    created, revoked = await site.ask("GET", "/audit?last=2")
+    assert (created["action"], revoked["action"]) == ("tenant.create", "key.revoke")
+    assert (revoked["target"], revoked["before"]) == (
+        made["view"]["id"],
+        {"tenant": "declared", "alias": "ci"},
+    )
+
+
+async def test_keys_of_a_tenant_that_left_the_file_can_be_deleted(site: AccountingSite) -> None:
+    made = await site.ask("POST", "/keys", {"tenant": "declared"})
+    site.declare(tenants=[])
+    deleted = await site.ask("DELETE", "/tenants/declared")
+    assert (deleted["name"], deleted["declared"], deleted["keys"]) == ("declared", False, 1)
+    assert "created" not in deleted or deleted["created"] is None
+    await site.ask("DELETE", "/tenants/declared", status=404)
+    site.declare()
+    assert (await site.ask("GET", f"/keys/{made['view']['id']}"))["state"] == "revoked"
+    (revoked,) = await site.ask("GET", "/audit?last=1")
+    assert (revoked["action"], revoked["target"]) == ("key.revoke", made["view"]["id"])
+
+
 async def test_a_key_that_has_ended_is_not_changed_again(site: AccountingSite) -> None:
     made = await web(site)
     path = f"/keys/{made['view']['id']}"
