@@ -80,7 +80,8 @@ class TenantChanges:
             merged = {**_settings(before), **patch, "name": name}
             set_ = {key: value for key, value in merged.items() if value is not None}
             given = convert(set_, CreateTenant, "")
-            check_access("", given, self._database.declared.models)
+            # A tenant that names a model of the past can be blocked and limited all the same.
+            check_access("", given, self._database.declared.models if "models" in patch else None)
             tenant = Tenant(**{key: getattr(given, key) for key in Tenant.__struct_fields__})
             record = TenantRecord(tenant, given.blocked, before.created)
             update_tenant(change.connection, record)

@@ -17,7 +17,7 @@ from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, Tenan
 from store.key_derivation import digest_of
 from store.tenancy import keys as key_rows
 from tests.clock import Clock
-from tests.gateway.accounting.site import DECLARED, AccountingSite
+from tests.gateway.accounting.site import DECLARED, DOCUMENT, AccountingSite
 
 HOSTILE = ("'; DROP TABLE api_keys; --", 'x" OR "1"="1', "%", "_", "\\", "日本 ✓")
 
@@ -184,6 +184,18 @@ async def test_keys_of_a_tenant_that_left_the_file_can_be_deleted(site: Accounti
     assert (await site.ask("GET", f"/keys/{made['view']['id']}"))["state"] == "revoked"
     (revoked,) = await site.ask("GET", "/audit?last=1")
     assert (revoked["action"], revoked["target"]) == ("key.revoke", made["view"]["id"])
+
+
+async def test_a_tenant_is_blocked_and_limited_after_a_model_that_it_names_is_gone(
+    site: AccountingSite,
+) -> None:
+    await site.ask("POST", "/tenants", {"name": "web", "models": ["m"]})
+    site.declare(models=DOCUMENT["models"][1:])
+    changed = await site.ask("PATCH", "/tenants/web", {"blocked": True, "rpm_limit": 1})
+    assert (changed["blocked"], changed["rpm_limit"], changed["models"]) == (True, 1, ["m"])
+    refused = await site.ask("PATCH", "/tenants/web", {"models": ["m"]}, status=400)
+    assert "models[0]: got 'm', expected one of" in refused["error"]["message"]
+    assert (await site.ask("PATCH", "/tenants/web", {"models": ["n"]}))["models"] == ["n"]
 
 
 async def test_a_key_that_has_ended_is_not_changed_again(site: AccountingSite) -> None:
