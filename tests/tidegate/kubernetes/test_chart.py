@@ -130,6 +130,27 @@ def test_prometheus_of_another_namespace_may_read_the_admin_port() -> None:
     assert rules == {"http": None, "admin": [{"podSelector": {}}, other]}
 
 
+def test_prometheus_may_verify_the_admin_port_and_show_a_certificate() -> None:
+    own = {"ca": {"secret": {"name": "ca", "key": "ca.crt"}}, "serverName": "gate"}
+    values = {
+        "deployment": yaml.safe_dump(written("mutual")),
+        "routerSpec": {"serviceMonitor": {"enabled": True, "tlsConfig": own}},
+    }
+    (monitor,) = of(objects(values), "ServiceMonitor")
+    check(monitor)
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", own)
+
+
+def test_the_supervisor_of_a_ray_cluster_is_probed_without_a_certificate() -> None:
+    pair = {"cert_file": "/tls/tls.crt", "key_file": "/tls/tls.key", "client_ca_file": "/tls/ca.crt"}
+    document = yaml.safe_load(LLAMA["deployment"]) | {"gateway": {"admin_tls": pair}}
+    (cluster,) = of(objects(example("multi-node") | {"deployment": yaml.safe_dump(document)}), "RayCluster")
+    _, supervisor = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    asked = {"path": "/docs", "port": "http", "scheme": "HTTP"}
+    assert supervisor["startupProbe"]["httpGet"] == supervisor["livenessProbe"]["httpGet"] == asked
+
+
 def test_an_autoscaler_sets_the_count_of_gateways_alone() -> None:
     values = example("vllm-pods")
     for autoscaled in (True, False):
