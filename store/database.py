@@ -142,11 +142,8 @@ def increment(connection: Connection, name: str) -> int:
 def _engine(url: str, busy_s: float) -> Engine:
     try:
         parsed = make_url(url)
-    except ArgumentError:
-        raise PreconditionFailed("store: expected sqlite:///PATH or postgresql://HOST/NAME") from None
-    if parsed.drivername in ("postgres", "postgresql"):
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    try:
+        if parsed.drivername in ("postgres", "postgresql"):
+            parsed = parsed.set(drivername="postgresql+psycopg")
         # Replaces connections that a server or firewall has closed.
         engine = create_engine(parsed, pool_pre_ping=True)
     except ModuleNotFoundError as error:
@@ -155,6 +152,9 @@ def _engine(url: str, busy_s: float) -> Engine:
         ) from error
     except NoSuchModuleError:
         raise PreconditionFailed(f"store: there is no database called {parsed.drivername!r}") from None
+    except (ArgumentError, ValueError):
+        # Their text has parts of the URL, such as a password in the place of a port.
+        raise PreconditionFailed("store: expected sqlite:///PATH or postgresql://HOST/NAME") from None
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", partial(_settle, busy_s))
         event.listen(engine, "begin", _begin)

@@ -8,7 +8,8 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from policy.config.deployment import GatewayConfig
+from policy.config.deployment import Deployment, GatewayConfig
+from policy.config.grpc_ports import GrpcPort
 from policy.config.tls import AdminTls, ServerTls
 from policy.errors import ConfigError
 
@@ -64,11 +65,15 @@ def client_context(files: ServerTls, path: str) -> ssl.SSLContext:
     return context
 
 
-def days_left(files: ServerTls, path: str, at: float) -> float:
+def days_left(files: ServerTls | GrpcPort, path: str, at: float) -> float:
     """For how many days from ``at`` (Unix seconds) the port's certificate is valid, by a handshake in memory.
 
     Raises :class:`policy.errors.ConfigError` for files with which our own calls would fail.
     """
+    if isinstance(files, GrpcPort):
+        # Only others call it: their certificates are not here.
+        server_context(tls_of(files), path)
+        files = ServerTls(cert_file=str(files.cert_file), key_file=str(files.key_file))
     server, client = server_context(files, path), client_context(files, path)
     try:
         certificate = _handshake(server, client)
@@ -82,6 +87,19 @@ def ports_with_tls(gateway: GatewayConfig) -> dict[str, ServerTls]:
     """The TLS of each port that has it, by the path of its section."""
     given = {"gateway.tls": gateway.tls, "gateway.admin_tls": gateway.admin_tls}
     return {path: files for path, files in given.items() if files is not None}
+
+
+def every_port_with_tls(deployment: Deployment) -> dict[str, ServerTls | GrpcPort]:
+    """The TLS of each port that has it, gRPC ports too, by the path of its section."""
+    grpc = {path: port for path, port in deployment.grpc_ports.items() if port.cert_file is not None}
+    return {**ports_with_tls(deployment.gateway), **grpc}
+
+
+def tls_of(port: GrpcPort) -> AdminTls:
+    """The files of a gRPC port that has TLS."""
+    return AdminTls(
+        cert_file=str(port.cert_file), key_file=str(port.key_file), client_ca_file=port.client_ca_file
+    )
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:

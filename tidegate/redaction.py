@@ -12,7 +12,9 @@ _SECRETS = ("token", "key", "secret", "password")
 _MASK = "***"
 # Enough to distinguish two keys.
 _DIGEST_SHOWN = 8
-_PASSWORD = re.compile(r"(?<=://)[^/?#]*@")
+# A password in front of the host may have / and ?, and one may be among the options.
+_USER = re.compile(r"(?<=://)[^:/]*(:[^@]*)?@")
+_OPTION = re.compile(r"([?&][a-z]*password=)[^&]*")
 
 
 def redact(value: Any, path: str = "") -> Any:
@@ -27,6 +29,6 @@ def redact(value: Any, path: str = "") -> Any:
     if isinstance(value, str) and ".adapters." in path:
         return redacted(value)
     if isinstance(value, str) and path.removeprefix(".") == "store":
-        return _PASSWORD.sub(f"{_MASK}@", value)
+        return _OPTION.sub(rf"\1{_MASK}", _USER.sub(f"{_MASK}@", value, count=1))
     secret = ".env." in path and any(word in last for word in _SECRETS)
     return _MASK if secret and value is not None else value

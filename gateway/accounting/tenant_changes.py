@@ -51,7 +51,7 @@ class TenantChanges:
         raise _unknown(name)
 
     def create(self, wanted: CreateTenant, actor: AuditActor) -> TenantView:
-        """Make a tenant, without keys."""
+        """Make a tenant, without keys: those that a tenant of this name left are revoked."""
         check_name("name", wanted.name)
         require(not wanted.keys_sha256, "keys_sha256", "***", "nothing: keys of the database are made apart")
         check_access("", wanted, self._database.declared.models)
@@ -63,6 +63,8 @@ class TenantChanges:
                 raise AccessRefused(f"there is a tenant {wanted.name!r} already")
             if count_tenants(change.connection) >= MAX_TENANTS:
                 raise AccessRefused(f"there are {MAX_TENANTS} tenants already, the most that workers keep")
+            # Of a tenant that the deployment file declared before: who has them is nobody's present tenant.
+            _revoke_keys(change, wanted.name)
             record = TenantRecord(tenant, wanted.blocked, change.now)
             insert_tenant(change.connection, record)
             view = _view(record, {})
@@ -78,7 +80,8 @@ class TenantChanges:
             merged = {**_settings(before), **patch, "name": name}
             set_ = {key: value for key, value in merged.items() if value is not None}
             given = convert(set_, CreateTenant, "")
-            check_access("", given, self._database.declared.models)
+            # A tenant that names a model of the past can be blocked and limited all the same.
+            check_access("", given, self._database.declared.models if "models" in patch else None)
             tenant = Tenant(**{key: getattr(given, key) for key in Tenant.__struct_fields__})
             record = TenantRecord(tenant, given.blocked, before.created)
             update_tenant(change.connection, record)
@@ -87,13 +90,20 @@ class TenantChanges:
         return _view(record, keys)
 
     def delete(self, name: str, actor: AuditActor) -> TenantView:
-        """Delete a tenant and revoke its keys; returns what it was."""
+        """Delete a tenant and revoke its keys; returns what it was.
+
+        Of a tenant that the deployment file declared before, only the keys are there.
+        """
         with self._database.changing(actor) as change:
-            record = self._of_database(change, name)
             keys = valid_by_tenant(change.connection, change.now)
-            for key in every_key(change.connection, tenant=name, valid_at=change.now):
-                end_key(change.connection, structs.replace(key, revoked=change.now))
-                change.record("key.revoke", key.id, before={"tenant": name, "alias": key.alias})
+            if name not in self._database.declared.tenants and find_tenant(change.connection, name) is None:
+                if name not in keys:
+                    raise _unknown(name)
+                _revoke_keys(change, name)
+                past = TenantRecord(Tenant(name=name), False, change.now)
+                return structs.replace(_view(past, keys), created=None)
+            record = self._of_database(change, name)
+            _revoke_keys(change, name)
             delete_tenant(change.connection, name)
             change.record("tenant.delete", name, before=_settings(record))
         return _view(record, keys)
@@ -105,6 +115,12 @@ class TenantChanges:
         if record is None:
             raise _unknown(name)
         return record
+
+
+def _revoke_keys(change: AccessTransaction, tenant: str) -> None:
+    for key in every_key(change.connection, tenant=tenant, valid_at=change.now):
+        end_key(change.connection, structs.replace(key, revoked=change.now))
+        change.record("key.revoke", key.id, before={"tenant": tenant, "alias": key.alias})
 
 
 def _unknown(name: str) -> AccessUnknown:

@@ -39,6 +39,8 @@ from policy.scaling.policies.registry import choose
 from policy.types import EngineKind, Priority
 
 _VISIBLE = re.compile(r"[!-~]+")
+# Read as the driver's library does: a password may have / and ?, and without a host a Unix socket is used.
+_SERVER = re.compile(r"([^:/]*(:[^@]*)?@)?(\[[^]/?]+\]|@?[^][/?:@]*)(:(?P<port>[0-9]{1,5}))?(/[^?]*)?(\?.*)?")
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
 # The section ``adapters`` sets them.
 _RAY_RESOURCES = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
@@ -310,11 +312,18 @@ def _loopback(address: str) -> bool:
 def _check_store(store: str) -> None:
     scheme, colon, rest = store.partition("://")
     embedded = scheme == "sqlite" and len(rest) > 1 and rest.startswith("/") and "?" not in rest
-    served = scheme in ("postgresql", "postgres", "postgresql+psycopg") and _VISIBLE.fullmatch(rest)
+    served = scheme in ("postgresql", "postgres", "postgresql+psycopg") and _is_server(rest)
     good = not store or (colon and (embedded or served))
-    # The part before the @ may contain a password.
-    shown = "***" if "@" in store else store
-    require(good, "store", shown, "sqlite:///PATH or postgresql://HOST/NAME")
+    # After one of these signs there may be a password, also where it does not belong.
+    shown = "***" if scheme != "sqlite" and re.search(r"[:?@]", scheme + rest) else store
+    expected = "sqlite:///PATH or postgresql://HOST/NAME, as in postgresql://USER:PASSWORD@HOST:5432/NAME"
+    require(good, "store", shown, expected)
+
+
+def _is_server(rest: str) -> bool:
+    """Whether this is what follows `postgresql://`."""
+    parts = _SERVER.fullmatch(rest) if _VISIBLE.fullmatch(rest) else None
+    return parts is not None and 0 < int(parts["port"] or 1) <= 65_535
 
 
 def _check_grpc_port(name: str, port: GrpcPort) -> None:

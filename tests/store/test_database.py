@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,17 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
 def test_unusable_databases_are_refused(where: str, message: str) -> None:
     with pytest.raises(PreconditionFailed, match=message):
         Database(where)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["postgresql://u:KEY-1/d", "postgresql://u@h:KEY-1/d", "postgresql:///d?port=KEY-1"],
+)
+def test_a_url_that_cannot_be_read_is_refused_without_its_parts(where: str) -> None:
+    with pytest.raises(PreconditionFailed, match="expected sqlite:///PATH or postgresql://") as caught:
+        Database(where)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "KEY-1" not in shown.replace(where, "")
 
 
 def test_a_driver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

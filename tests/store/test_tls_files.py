@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
+from policy.config.grpc_ports import EndpointPicker
 from policy.config.tls import AdminTls, ServerTls
 from policy.errors import ConfigError
 from store.tls_files import client_context, days_left, server_context
@@ -75,3 +76,25 @@ def test_only_the_certificate_of_the_file_is_trusted_and_client_certificates_are
     assert days_left(as_other, PATH, time.time()) > 19
     with pytest.raises(ConfigError, match="PEM form"):
         client_context(ServerTls(cert_file=mine.key_file, key_file=mine.key_file), PATH)
+
+
+def test_the_files_of_a_grpc_port_are_checked_without_certificates_of_its_clients(tmp_path: Path) -> None:
+    mine, other = pair(tmp_path / "mine.pem"), pair(tmp_path / "other.pem")
+    late, text = tmp_path / "late.pem", tmp_path / "text"
+    certify(late, days=-1)
+    text.write_text("no certificate")
+
+    def days(cert: str, key: str, ca: str) -> float:
+        port = EndpointPicker(cert_file=cert, key_file=key, client_ca_file=ca)
+        return days_left(port, "endpoint_picker", time.time())
+
+    assert days(mine.cert_file, mine.key_file, other.cert_file) == pytest.approx(20, abs=0.1)
+    for cert, key, ca, at, expected in (
+        (mine.cert_file, other.key_file, other.cert_file, "key_file", "the private key of"),
+        (str(late), str(late.with_suffix(".key")), other.cert_file, "cert_file", "expired"),
+        (mine.cert_file, mine.key_file, str(text), "client_ca_file", "PEM form"),
+        (mine.cert_file, mine.key_file, str(tmp_path / "none"), "client_ca_file", "can be read"),
+    ):
+        with pytest.raises(ConfigError, match=expected) as caught:
+            days(cert, key, ca)
+        assert caught.value.path == f"endpoint_picker.{at}"

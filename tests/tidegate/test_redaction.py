@@ -36,6 +36,9 @@ def test_passwords_and_signatures_in_urls_are_masked() -> None:
     assert shown["store"] == "postgresql://***@h/d"
     assert shown["models"][0]["adapters"]["sources"][0]["source"] == "https://h/a.zip"
     assert redact(store, "store") == shown["store"]
+    assert redact("postgresql://user:K/E?Y@h/d", "store") == "postgresql://***@h/d"
+    asked = "postgresql://h/d?password=KEY&sslmode=require&sslpassword=KEY"
+    assert redact(asked, "store") == "postgresql://h/d?password=***&sslmode=require&sslpassword=***"
     assert redact(source, "models[m].adapters.sources[sql].source") == "https://h/a.zip"
     assert redact("sqlite:////var/lib/t.db", "store") == "sqlite:////var/lib/t.db"
 

@@ -28,9 +28,15 @@ def moment(text: str) -> float:
     return instant(text, time.time())
 
 
-def instant(text: str, now: float) -> float:
+def beginning(text: str) -> float:
+    """As :func:`moment`, but where the minute or second begins: what happened within it is after that."""
+    return instant(text, time.time(), begins=True)
+
+
+def instant(text: str, now: float, *, begins: bool = False) -> float:
     """The end of the minute or second that ``text`` names, in Unix seconds, at most ``now``.
 
+    With ``begins`` it is the beginning.
     Formats: ``12:03`` (the latest such time of day), ``12:03:20``, an ISO timestamp (local time without a
     zone), ``5m ago`` and ``now``. Raises :class:`click.BadParameter` for anything else, and for the future.
     """
@@ -52,7 +58,7 @@ def instant(text: str, now: float) -> float:
         ) from None
     if begin > now:
         raise click.BadParameter(f"{text!r} is in the future")
-    return min(now, begin + (1 if match["second"] else 60) - 1e-3)
+    return begin if begins else min(now, begin + (1 if match["second"] else 60) - 1e-3)
 
 
 def _latest(time_of_day: re.Match[str], now: float) -> float:

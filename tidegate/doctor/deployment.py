@@ -9,11 +9,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from policy.config.deployment import Deployment
+from policy.config.grpc_ports import GrpcPort
 from policy.config.port_conflicts import ListenAddress
 from policy.config.tls import ServerTls
 from policy.errors import ConfigError, PreconditionFailed
 from serve.internode_bandwidth import BandwidthReport
-from store.tls_files import days_left, ports_with_tls
+from store.tls_files import days_left, every_port_with_tls
 from tidegate.doctor.finding import Finding, error, not_applicable, ok, warning
 from tidegate.supervisor import preflight
 
@@ -98,7 +99,7 @@ def network(deployment: Deployment | None, measure: Callable[[Deployment], Bandw
 
 def certificates(deployment: Deployment | None, at: float) -> list[Finding]:
     """The certificates of our own ports, and of each server and fallback provider whose URL is https."""
-    own = ports_with_tls(deployment.gateway) if deployment is not None else {}
+    own = every_port_with_tls(deployment) if deployment is not None else {}
     found = [own_certificate(files, path, at) for path, files in own.items()]
     servers: dict[tuple[str, str | None], None] = {}
     for spec in deployment.models if deployment is not None else ():
@@ -110,7 +111,7 @@ def certificates(deployment: Deployment | None, at: float) -> list[Finding]:
     return found or [not_applicable("certificates", "no port has TLS and no server an https URL")]
 
 
-def own_certificate(files: ServerTls, path: str, at: float) -> Finding:
+def own_certificate(files: ServerTls | GrpcPort, path: str, at: float) -> Finding:
     """The certificate files of the port whose section is at ``path``."""
     try:
         days = days_left(files, path, at)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from policy.config.convert import require
-from policy.config.deployment import Deployment
+from policy.config.deployment import Deployment, GatewayConfig
 from policy.config.port_conflicts import is_loopback
 from policy.deployment_file.parse import parse
 from tidegate.kubernetes import controller_manifests
@@ -55,6 +55,20 @@ class _Part:
     elects: bool = False
 
 
+@dataclass(frozen=True)
+class _Probed:
+    """The port and the paths of a container's probes."""
+
+    port: str
+    tls: bool
+    live: str = "/livez"
+    ready: str = "/readyz"
+
+    def probe(self, path: str, **times: int) -> dict[str, Any]:
+        scheme = "HTTPS" if self.tls else "HTTP"
+        return {"httpGet": {"path": path, "port": self.port, "scheme": scheme}, "timeoutSeconds": 5, **times}
+
+
 def manifests(raw: dict[str, Any], deployment: Deployment, options: ManifestOptions) -> KubernetesManifests:
     """The manifests of ``deployment``, whose file's content is ``raw``.
 
@@ -93,7 +107,7 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: ManifestOpti
     else:
         objects += [_disruption_budget(options), _autoscaler(options)]
     if options.service_monitor:
-        objects.append(_service_monitor(options))
+        objects.append(_service_monitor(deployment.gateway, options))
     return KubernetesManifests(objects, _notes(deployment, options))
 
 
@@ -169,9 +183,7 @@ def _container(deployment: Deployment, options: ManifestOptions, part: _Part) ->
     mounts["secret"] = SECRET
     if part.has_models:
         mounts |= {"cache": CACHE, "shm": "/dev/shm"}  # noqa: S108 - as above
-    port, scheme = "admin", "HTTP" if gateway.admin_tls is None else "HTTPS"
-    if part.elects:
-        port, scheme = "controller", "HTTP"
+    probed = _Probed("controller", tls=False) if part.elects else _probed(gateway)
     return {
         "name": "tidegate",
         "image": options.image,
@@ -186,9 +198,9 @@ def _container(deployment: Deployment, options: ManifestOptions, part: _Part) ->
             *([POD_NAME] if part.elects else []),
         ],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        "startupProbe": _probe("/livez", port, scheme, periodSeconds=2, failureThreshold=60),
-        "livenessProbe": _probe("/livez", port, scheme, periodSeconds=10, failureThreshold=3),
-        "readinessProbe": _probe("/readyz", port, scheme, periodSeconds=2, failureThreshold=3),
+        "startupProbe": probed.probe(probed.live, periodSeconds=2, failureThreshold=60),
+        "livenessProbe": probed.probe(probed.live, periodSeconds=10, failureThreshold=3),
+        "readinessProbe": probed.probe(probed.ready, periodSeconds=2, failureThreshold=3),
         "resources": _resources(deployment, part),
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -202,8 +214,12 @@ def _container(deployment: Deployment, options: ManifestOptions, part: _Part) ->
     }
 
 
-def _probe(path: str, port: str, scheme: str, **times: int) -> dict[str, Any]:
-    return {"httpGet": {"path": path, "port": port, "scheme": scheme}, "timeoutSeconds": 5, **times}
+def _probed(gateway: GatewayConfig) -> _Probed:
+    """The admin port, or the client port where the admin port asks for a certificate: probes have none."""
+    if gateway.admin_tls is not None and gateway.admin_tls.client_ca_file is not None:
+        # Another path answers while the gateway runs but cannot serve.
+        return _Probed("http", tls=gateway.tls is not None, live="/docs", ready="/health")
+    return _Probed("admin", tls=gateway.admin_tls is not None)
 
 
 def _resources(deployment: Deployment, part: _Part) -> dict[str, Any]:
@@ -296,18 +312,20 @@ def _claim(options: ManifestOptions, volume: str, size: str) -> KubernetesObject
     return object_of("v1", "PersistentVolumeClaim", options, name=f"{options.name}-{volume}", spec=spec)
 
 
-def _service_monitor(options: ManifestOptions) -> KubernetesObject:
+def _service_monitor(gateway: GatewayConfig, options: ManifestOptions) -> KubernetesObject:
+    endpoint: dict[str, Any] = {
+        "port": "admin",
+        "path": "/metrics",
+        "interval": "15s",
+        # The operator names the job like the service; the alerts ask for this one.
+        "relabelings": [{"targetLabel": "job", "replacement": "tidegate"}],
+    }
+    if gateway.admin_tls is not None:
+        # Pods are scraped by their addresses, which certificates seldom have.
+        endpoint |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
     spec = {
         "selector": {"matchLabels": {**labels_of(options), "tidegate.io/port": "admin"}},
-        "endpoints": [
-            {
-                "port": "admin",
-                "path": "/metrics",
-                "interval": "15s",
-                # The operator names the job like the service; the alerts ask for this one.
-                "relabelings": [{"targetLabel": "job", "replacement": "tidegate"}],
-            }
-        ],
+        "endpoints": [endpoint],
     }
     return object_of("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
 
@@ -322,6 +340,9 @@ def _notes(deployment: Deployment, options: ManifestOptions) -> list[str]:
         notes.append("keys made by command need `store: postgresql://...`: each pod has its own database")
     if not deployment.tenants and not deployment.gateway.allow_unauthenticated:
         notes.append("there are no tenants: pods start once there is a key, or gateway.allow_unauthenticated")
+    admin_tls = deployment.gateway.admin_tls
+    if options.service_monitor and admin_tls is not None and admin_tls.client_ca_file is not None:
+        notes.append("Prometheus needs a client certificate: add it to tlsConfig of the ServiceMonitor")
     for section, port in deployment.grpc_ports.items():
         if is_loopback(port.host):
             notes.append(f"{section}.host is {port.host}: it cannot be reached from outside the pod")

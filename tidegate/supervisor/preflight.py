@@ -22,7 +22,7 @@ from policy.errors import ConfigError, PreconditionFailed
 from policy.types import EngineKind
 from policy.wire.access_snapshot import SnapshotHead, SnapshotLine
 from store.state_dir import StateDir, listen
-from store.tls_files import days_left, ports_with_tls
+from store.tls_files import days_left, every_port_with_tls
 
 _GIB = 1024**3
 # A CPU engine and its host process; 3.7 GiB were measured with 0.5 GiB of weights and a 1 GiB KV cache.
@@ -66,10 +66,10 @@ def has_tenants(state: StateDir) -> bool:
 
 
 def problems_of_access(deployment: Deployment, state: StateDir | None) -> list[str]:
-    """What is wrong with the certificates of the gateway's ports, and with keys if there is a ``state``."""
+    """What is wrong with the certificates of the ports, and with keys if there is a ``state``."""
     checks: list[Callable[[], object]] = [
         partial(days_left, files, path, time.time())
-        for path, files in ports_with_tls(deployment.gateway).items()
+        for path, files in every_port_with_tls(deployment).items()
     ]
     if state is not None:
         checks.append(partial(check_keys, deployment, state))

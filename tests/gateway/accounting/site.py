@@ -30,7 +30,8 @@ class AccountingSite:
 
     def __init__(self, root: Path, url: str, clock: Clock) -> None:
         self.state = StateDir(root).ensure()
-        self.state.save(self.state.deployment_path, DOCUMENT | {"store": url})
+        self._url = url
+        self.declare()
         declared = DeploymentFileReader(self.state)
         self.database = DatabaseAccess(lambda: declared.get().database)
         self.access = AccessDatabase(self.database, declared, clock)
@@ -41,6 +42,10 @@ class AccountingSite:
             base_url="http://accounting",
             headers={ACTOR_HEADER: "alice", ROLE_HEADER: "admin"},
         )
+
+    def declare(self, **sections: Any) -> None:
+        """Apply a deployment file that has other ``sections``."""
+        self.state.save(self.state.deployment_path, DOCUMENT | {"store": self._url} | sections)
 
     async def ask(self, method: str, path: str, body: Any = None, *, status: int = 200) -> Any:
         answer = await self._http.request(method, path, json=body)

@@ -17,7 +17,7 @@ from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, Tenan
 from store.key_derivation import digest_of
 from store.tenancy import keys as key_rows
 from tests.clock import Clock
-from tests.gateway.accounting.site import DECLARED, AccountingSite
+from tests.gateway.accounting.site import DECLARED, DOCUMENT, AccountingSite
 
 HOSTILE = ("'; DROP TABLE api_keys; --", 'x" OR "1"="1', "%", "_", "\\", "日本 ✓")
 
@@ -155,6 +155,47 @@ async def test_what_is_refused_says_why_and_changes_nothing(
     refused = await site.ask(*ask.split(" ", 1), body, status=status)
     assert said in refused["error"]["message"]
     assert site.file() == before
+
+
+async def test_keys_of_a_tenant_that_left_the_file_belong_to_no_later_one(site: AccountingSite) -> None:
+    made = await site.ask("POST", "/keys", {"tenant": "declared", "alias": "ci"})
+    path = f"/keys/{made['view']['id']}"
+    site.declare(tenants=[])
+    assert (await site.ask("GET", path))["state"] == "blocked"
+    assert (await site.ask("POST", "/tenants", {"name": "declared"}))["keys"] == 0
+    assert (await site.ask("GET", path))["state"] == "revoked"
+    assert [type(row) for row in site.file()] == [SnapshotHead, TenantRow]
+    created, revoked = await site.ask("GET", "/audit?last=2")
+    assert (created["action"], revoked["action"]) == ("tenant.create", "key.revoke")
+    assert (revoked["target"], revoked["before"]) == (
+        made["view"]["id"],
+        {"tenant": "declared", "alias": "ci"},
+    )
+
+
+async def test_keys_of_a_tenant_that_left_the_file_can_be_deleted(site: AccountingSite) -> None:
+    made = await site.ask("POST", "/keys", {"tenant": "declared"})
+    site.declare(tenants=[])
+    deleted = await site.ask("DELETE", "/tenants/declared")
+    assert (deleted["name"], deleted["declared"], deleted["keys"]) == ("declared", False, 1)
+    assert "created" not in deleted or deleted["created"] is None
+    await site.ask("DELETE", "/tenants/declared", status=404)
+    site.declare()
+    assert (await site.ask("GET", f"/keys/{made['view']['id']}"))["state"] == "revoked"
+    (revoked,) = await site.ask("GET", "/audit?last=1")
+    assert (revoked["action"], revoked["target"]) == ("key.revoke", made["view"]["id"])
+
+
+async def test_a_tenant_is_blocked_and_limited_after_a_model_that_it_names_is_gone(
+    site: AccountingSite,
+) -> None:
+    await site.ask("POST", "/tenants", {"name": "web", "models": ["m"]})
+    site.declare(models=DOCUMENT["models"][1:])
+    changed = await site.ask("PATCH", "/tenants/web", {"blocked": True, "rpm_limit": 1})
+    assert (changed["blocked"], changed["rpm_limit"], changed["models"]) == (True, 1, ["m"])
+    refused = await site.ask("PATCH", "/tenants/web", {"models": ["m"]}, status=400)
+    assert "models[0]: got 'm', expected one of" in refused["error"]["message"]
+    assert (await site.ask("PATCH", "/tenants/web", {"models": ["n"]}))["models"] == ["n"]
 
 
 async def test_a_key_that_has_ended_is_not_changed_again(site: AccountingSite) -> None:

@@ -291,10 +291,30 @@ def test_engine_arguments_do_not_repeat_the_section(at: str) -> None:
     assert caught.value.path == f"{at}.enable_lora"
 
 
-def test_a_store_password_is_not_echoed() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(changed(GOOD, "store", "mysql://user:KEY-1@h/d"))
+@pytest.mark.parametrize(
+    "store",
+    [
+        "mysql://user:KEY-1@h/d", "postgresql://user:KEY-1/d", "postgresql://user@h:KEY-1/d",
+        "postgresql://user:KEY-1@h:65536/d", "postgresql://user:p@KEY-1@h/d",
+        "postgresql://h/d?password=KEY-1 x", "user:KEY-1@h/d", "postgresql:user:KEY-1",
+    ],
+)  # fmt: skip
+def test_a_store_that_cannot_be_read_is_refused_without_its_password(store: str) -> None:
+    with pytest.raises(ConfigError, match="store: got") as caught:
+        parse(changed(GOOD, "store", store))
     assert "KEY-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "postgresql://h", "postgres://h/d", "postgresql+psycopg://u@h:5432/d", "postgresql://[::1]:5432/d",
+        "postgresql://u:p/?#w@h/d", "postgresql://a,b/d?target_session_attrs=read-write", "postgresql:///d",
+        "postgresql://u@/d?host=/run/postgresql", "postgresql://?service=x", "postgresql:///d?host=a:1&host=b:2",
+    ],
+)  # fmt: skip
+def test_each_form_of_a_postgresql_url_is_a_store(store: str) -> None:
+    assert parse(changed(GOOD, "store", store)).store == store
 
 
 @pytest.mark.parametrize(

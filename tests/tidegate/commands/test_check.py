@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from policy.errors import ConfigError
+from tests.gateway.certificate import certify
 from tidegate.cli import group
 from tidegate.deployment_file import load
 from tidegate.supervisor.children import ROOT
@@ -194,3 +195,16 @@ def test_who_may_reach_the_api_is_checked(
     done = check(path)
     assert said in f"{done.output}{done.exception}"
     assert (done.exit_code == 0) is (" got " not in said)
+
+
+@pytest.mark.parametrize("section", ["endpoint_picker", "external_scaler"])
+def test_the_certificates_of_grpc_ports_are_checked(tmp_path: Path, section: str) -> None:
+    path = write(tmp_path)
+    for name in ("mine", "other"):
+        certify(tmp_path / f"{name}.pem")
+    for key, good in (("mine", True), ("other", False)):
+        tls = {"cert_file": "mine.pem", "key_file": f"{key}.key"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {section: tls}))
+        done = check(path)
+        assert (done.exit_code == 0) is good
+        assert (f"{section}.key_file: got '" in f"{done.output}{done.exception}") is not good

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -64,6 +66,15 @@ def test_a_tenant_and_its_keys(tidegate: Shell) -> None:
     assert [entry["action"] for entry in entries] == ["tenant.delete", "tenant.update", "tenant.create"]
     assert entries[0]["actor"].startswith("user ")
     assert "rpm_limit: 60 -> null, tpm_limit: null -> 5" in tidegate("audit", "--action", "tenant.update")
+
+
+def test_the_audit_trail_is_shown_from_the_beginning_of_a_minute(tidegate: Shell) -> None:
+    tidegate("tenants", "create", "web")
+    (entry,) = tidegate.json("audit")["entries"]
+    minute = datetime.fromtimestamp(entry["at"]).strftime("%Y-%m-%dT%H:%M")
+    assert tidegate.json("audit", "--since", minute)["entries"] == [entry]
+    with pytest.raises(click.BadParameter, match="invalid time 'noon'"):
+        tidegate("audit", "--since", "noon")
 
 
 def test_admin_keys(tidegate: Shell) -> None:

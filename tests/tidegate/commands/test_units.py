@@ -59,6 +59,21 @@ def test_an_instant_is_the_end_of_its_minute_or_second(text: str, moment: str) -
     assert instant(text, at(NOW)) == pytest.approx(at(moment), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("text", "begin"),
+    [
+        ("12:03", "2026-07-10T12:03:00"),
+        ("12:03:20", "2026-07-10T12:03:20"),
+        ("14:31", "2026-07-09T14:31:00"),
+        ("2026-07-08T10:03+00:00", "2026-07-08T12:03:00"),
+        ("5m ago", "2026-07-10T14:25:10"),
+        ("now", NOW),
+    ],
+)
+def test_an_instant_may_be_the_beginning_of_its_minute_or_second(text: str, begin: str) -> None:
+    assert instant(text, at(NOW), begins=True) == at(begin)
+
+
 @pytest.mark.parametrize("text", ["noon", "25:00", "12:3", "ago", "5 ago", "2026-07-11T12:03"])
 def test_invalid_and_future_instants(text: str) -> None:
     why = "in the future" if "T" in text else "invalid time"

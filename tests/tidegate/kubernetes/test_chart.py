@@ -130,6 +130,27 @@ def test_prometheus_of_another_namespace_may_read_the_admin_port() -> None:
     assert rules == {"http": None, "admin": [{"podSelector": {}}, other]}
 
 
+def test_prometheus_may_verify_the_admin_port_and_show_a_certificate() -> None:
+    own = {"ca": {"secret": {"name": "ca", "key": "ca.crt"}}, "serverName": "gate"}
+    values = {
+        "deployment": yaml.safe_dump(written("mutual")),
+        "routerSpec": {"serviceMonitor": {"enabled": True, "tlsConfig": own}},
+    }
+    (monitor,) = of(objects(values), "ServiceMonitor")
+    check(monitor)
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", own)
+
+
+def test_the_supervisor_of_a_ray_cluster_is_probed_without_a_certificate() -> None:
+    pair = {"cert_file": "/tls/tls.crt", "key_file": "/tls/tls.key", "client_ca_file": "/tls/ca.crt"}
+    document = yaml.safe_load(LLAMA["deployment"]) | {"gateway": {"admin_tls": pair}}
+    (cluster,) = of(objects(example("multi-node") | {"deployment": yaml.safe_dump(document)}), "RayCluster")
+    _, supervisor = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    asked = {"path": "/docs", "port": "http", "scheme": "HTTP"}
+    assert supervisor["startupProbe"]["httpGet"] == supervisor["livenessProbe"]["httpGet"] == asked
+
+
 def test_an_autoscaler_sets_the_count_of_gateways_alone() -> None:
     values = example("vllm-pods")
     for autoscaled in (True, False):
@@ -157,6 +178,48 @@ def test_a_ray_cluster_has_a_controller_that_gateways_follow() -> None:
     assert service["spec"]["selector"] == {"ray.io/cluster": "gate", "ray.io/node-type": "head"}
     requirements = (ROOT / "requirements" / "gpu.txt").read_text()
     assert f"\nray=={cluster['spec']['rayVersion']}\n" in requirements
+
+
+def test_the_autoscaler_of_kuberay_reaches_kubernetes_and_the_ray_cluster() -> None:
+    found = objects(VALUES["multi-node"])
+    (cluster,) = of(found, "RayCluster")
+    spec = cluster["spec"]
+    assert spec["enableInTreeAutoscaling"] is True
+    pod = spec["headGroupSpec"]["template"]["spec"]
+    # Its container has the token of the pod, and needs that of Ray.
+    assert pod["automountServiceAccountToken"] is True
+    head, supervisor = pod["containers"]
+    ray = [each for each in head["env"] if each["name"].startswith("RAY_AUTH_")]
+    assert spec["autoscalerOptions"]["env"] == ray
+    assert spec["autoscalerOptions"]["securityContext"] == head["securityContext"]
+    # KubeRay mounts this volume in the head and the autoscaler; the supervisor joins by sockets in it.
+    for each in (head, supervisor):
+        assert {"name": "ray-logs", "mountPath": "/tmp/ray"} in each["volumeMounts"]
+    accounts = {each["metadata"]["name"]: each for each in of(found, "ServiceAccount")}
+    assert pod["serviceAccountName"] == "gate-ray"
+    assert set(accounts) == {"gate", "gate-ray"}
+
+
+@pytest.mark.parametrize("controllers", [1, 2])
+def test_no_role_of_the_chart_has_the_name_of_the_autoscalers(controllers: int) -> None:
+    values = VALUES["multi-node" if controllers == 1 else "multi-node stand-by"]
+    document = yaml.safe_load(values["deployment"])
+    discovery = {"kubernetes": {"service": "other", "port": "http"}}
+    document["models"].append({"name": "other", "engine": "external", "discovery": discovery})
+    found = objects(values | {"deployment": yaml.safe_dump(document)})
+    (cluster,) = of(found, "RayCluster")
+    roles = {each["metadata"]["name"]: each for each in of(found, "Role")}
+    # KubeRay leaves a Role of this name as it is, without the rights of its autoscaler.
+    assert cluster["metadata"]["name"] not in roles
+    bound = {
+        each["subjects"][0]["name"]: each["roleRef"]["name"]
+        for each in of(found, "RoleBinding")
+        if each["metadata"]["name"] == each["roleRef"]["name"]
+    }
+    owner = "gate-ray" if controllers == 1 else "gate-controller"
+    assert bound == {"gate": "gate-gateway", owner: owner}
+    rights = {name: {kind for rule in roles[name]["rules"] for kind in rule["resources"]} for name in roles}
+    assert all("endpointslices" in kinds for kinds in rights.values())
 
 
 @pytest.mark.slow

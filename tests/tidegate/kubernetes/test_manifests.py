@@ -60,7 +60,14 @@ LABELLED = DISCOVERED | {
         | {"shapes": {"a": {"cpus": 1}, "b": {"cpus": 2}}, "modes": {"one": {"shape": "a"}}}
     ]
 }
-DOCUMENTS = {"discovered": DISCOVERED, "scaled": SCALED, "elected": ELECTED, "labelled": LABELLED}
+# TLS of the admin port, and of both with certificates of clients.
+PAIR = {"cert_file": "/tls/tls.crt", "key_file": "/tls/tls.key"}
+SECURE = DISCOVERED | {"gateway": {"admin_tls": PAIR}}
+MUTUAL = SCALED | {"gateway": {"tls": PAIR, "admin_tls": PAIR | {"client_ca_file": "/tls/ca.crt"}}}
+DOCUMENTS = {
+    "discovered": DISCOVERED, "scaled": SCALED, "elected": ELECTED, "labelled": LABELLED, "secure": SECURE,
+    "mutual": MUTUAL,
+}  # fmt: skip
 
 
 def written(name: str) -> dict[str, Any]:
@@ -84,6 +91,39 @@ def test_objects_are_valid(name: str) -> None:
     for objects in rendered(written(name), service_monitor=True).values():
         for each in objects:
             check(each)
+
+
+def probes(found: dict[str, list[dict[str, Any]]]) -> dict[str, set[tuple[str, str, str]]]:
+    """Path, port and scheme of each kind of probe."""
+    containers = [each["spec"]["template"]["spec"]["containers"][0] for each in found["Deployment"]]
+    return {
+        probe: {tuple(one[probe]["httpGet"][key] for key in ("path", "port", "scheme")) for one in containers}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+    }
+
+
+@pytest.mark.parametrize(
+    ("document", "live", "ready"),
+    [
+        (DISCOVERED, ("/livez", "admin", "HTTP"), ("/readyz", "admin", "HTTP")),
+        (SECURE, ("/livez", "admin", "HTTPS"), ("/readyz", "admin", "HTTPS")),
+        (MUTUAL, ("/docs", "http", "HTTPS"), ("/health", "http", "HTTPS")),
+        (MUTUAL | {"gateway": {"admin_tls": MUTUAL["gateway"]["admin_tls"]}},  # type: ignore[index]
+         ("/docs", "http", "HTTP"), ("/health", "http", "HTTP")),
+    ],
+)  # fmt: skip
+def test_probes_and_prometheus_speak_what_the_ports_do(
+    document: dict[str, Any], live: tuple[str, ...], ready: tuple[str, ...]
+) -> None:
+    found = rendered(document, service_monitor=True)
+    # Without a certificate of their own probes ask the client port.
+    assert probes(found) == {"startupProbe": {live}, "livenessProbe": {live}, "readinessProbe": {ready}}
+    ((endpoint,),) = (each["spec"]["endpoints"] for each in found["ServiceMonitor"])
+    tls = document["gateway"].get("admin_tls")
+    assert endpoint.get("scheme") == ("https" if tls else None)
+    assert endpoint.get("tlsConfig") == ({"insecureSkipVerify": True} if tls else None)
+    notes = manifests(document, parse(document), ManifestOptions("g", "n", "i", service_monitor=True)).notes
+    assert ("tlsConfig" in str(notes)) is ("client_ca_file" in (tls or {}))
 
 
 def test_gateways_of_external_models_scale_and_may_follow_their_pods() -> None:

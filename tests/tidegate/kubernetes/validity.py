@@ -11,6 +11,7 @@ import click
 import jsonschema
 import pytest
 
+from gateway.api import health, swagger_ui
 from gateway.api.application import ADMIN_ROUTERS
 from serve.controller.standby_controller import LIVE, READY
 from tidegate.cli import group
@@ -21,6 +22,7 @@ _SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("schemas.json").r
 PATHS = {
     "admin": {route.path for router in ADMIN_ROUTERS for route in router.routes},
     "controller": {LIVE, READY},
+    "http": {route.path for router in (health.router, swagger_ui.router) for route in router.routes},
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from policy.config.deployment import GatewayConfig
+from policy.config.grpc_ports import GrpcPort
 from policy.config.port_conflicts import ListenAddress, listeners
 from policy.config.tls import AdminTls
 from policy.deployment_file.parse import parse
@@ -128,6 +129,13 @@ def test_an_address_that_others_reach_needs_a_key_of_the_file_or_the_database(
     assert preflight.problems_of_access(served, None) == []
     state.access_path.unlink()
     assert not preflight.has_tenants(state)
+
+
+@pytest.mark.parametrize("section", ["endpoint_picker", "external_scaler"])
+def test_a_start_checks_the_certificates_of_grpc_ports(section: str) -> None:
+    port = GrpcPort(cert_file="none", key_file="none")
+    (problem,) = preflight.problems_of_access(structs.replace(deployment(), **{section: port}), None)
+    assert problem.startswith(f"{section}.cert_file: got 'none', expected a file that can be read")
 
 
 def test_a_controller_that_keeps_failing_is_shown_with_its_error(tmp_path: Path) -> None:

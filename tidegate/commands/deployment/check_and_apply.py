@@ -22,7 +22,7 @@ from policy.scaling.policies.registry import choose
 from serve.autoscaler.custom_policy_check import check_custom_policies, check_custom_policy
 from serve.autoscaler.policies import policies_for, policies_of
 from store.state_dir import StateDir
-from store.tls_files import days_left, ports_with_tls
+from store.tls_files import days_left, every_port_with_tls
 from store.watched_files import signature_of
 from tidegate import deployment_file
 from tidegate.commands.deployment.rollout_progress import follow
@@ -67,7 +67,7 @@ def file_changes(path: Path, sleep: Callable[[float], None] = time.sleep) -> Ite
 def check(state: StateDir, file: Path, as_json: bool) -> None:
     try:
         deployment = deployment_file.load(file).deployment
-        for path, files in ports_with_tls(deployment.gateway).items():
+        for path, files in every_port_with_tls(deployment).items():
             days_left(files, path, time.time())
         check_keys(deployment, state)
         scaling = {spec.name: _scaling(spec) for spec in deployment.models}

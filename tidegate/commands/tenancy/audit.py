@@ -13,7 +13,7 @@ from policy.wire.controller import with_query
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.terminal import print_list
-from tidegate.commands.units import clock, moment
+from tidegate.commands.units import beginning, clock
 
 
 @click.command(help="Show the last changes of tenants, keys and the deployment: who, what, before and after.")
@@ -21,7 +21,9 @@ from tidegate.commands.units import clock, moment
 @click.option("--actor", help="Only by this one, such as 'user root'.")
 @click.option("--target", help="Only of this one: a tenant, a key's id, a model.")
 @click.option("--action", help="Only actions that begin so, such as key. or scale.")
-@click.option("--since", metavar="TIME", help="From this time on: 12:03, 2026-03-01T12:03 or '5m ago'.")
+@click.option(
+    "--since", metavar="TIME", type=beginning, help="From this time on: 12:03, 2026-03-01T12:03 or '5m ago'."
+)
 @as_json
 @click.pass_obj
 def audit(  # noqa: PLR0917 - click passes them by name
@@ -30,12 +32,10 @@ def audit(  # noqa: PLR0917 - click passes them by name
     actor: str | None,
     target: str | None,
     action: str | None,
-    since: str | None,
+    since: float | None,
     as_json: bool,
 ) -> None:
-    path = with_query(
-        AUDIT, last=last, actor=actor, target=target, action=action, since=moment(since) if since else None
-    )
+    path = with_query(AUDIT, last=last, actor=actor, target=target, action=action, since=since)
     entries = AccountingClient(state).ask("GET", path, answer=list[AuditEntry])
     now = time.time()
     columns = (

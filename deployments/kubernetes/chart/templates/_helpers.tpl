@@ -150,7 +150,20 @@ scales: {{ or $external .Values.rayClusterSpec.enabled }}
 port: {{ $port }}
 adminPort: {{ $admin }}
 workers: {{ $gateway.workers | default 2 | int }}
-scheme: {{ ternary "HTTPS" "HTTP" (hasKey $gateway "admin_tls") }}
+{{- $secure := $gateway.admin_tls | default dict }}
+secure: {{ not (empty $secure) }}
+{{- if $secure.client_ca_file }}
+{{- /* Probes have no certificate. /docs answers also while the gateway cannot serve. */}}
+probed: http
+scheme: {{ ternary "HTTPS" "HTTP" (not (empty $gateway.tls)) }}
+live: /docs
+ready: /health
+{{- else }}
+probed: admin
+scheme: {{ ternary "HTTPS" "HTTP" (not (empty $secure)) }}
+live: /livez
+ready: /readyz
+{{- end }}
 cpus: {{ $budget.cpus | default 0 }}
 gpus: {{ $budget.gpus | default 0 }}
 {{- $controllerPort := regexFind "[0-9]+$" ($cluster.controller | default "7070") }}
@@ -203,21 +216,20 @@ topologySpreadConstraints:
       matchLabels: {{- toYaml .labels | nindent 8 }}
 {{- end }}
 
-{{/* The probes of a container: on the port `probed`, by default the admin port. */}}
+{{/* The probes of a container, as the facts say, or (dict "probed" PORT "scheme" SCHEME "live" PATH "ready" PATH). */}}
 {{- define "tidegate.probes" -}}
-{{- $port := .probed | default "admin" -}}
 startupProbe:
-  httpGet: {path: /livez, port: {{ $port }}, scheme: {{ .scheme }}}
+  httpGet: {path: {{ .live }}, port: {{ .probed }}, scheme: {{ .scheme }}}
   timeoutSeconds: 5
   periodSeconds: 2
   failureThreshold: 60
 livenessProbe:
-  httpGet: {path: /livez, port: {{ $port }}, scheme: {{ .scheme }}}
+  httpGet: {path: {{ .live }}, port: {{ .probed }}, scheme: {{ .scheme }}}
   timeoutSeconds: 5
   periodSeconds: 10
   failureThreshold: 3
 readinessProbe:
-  httpGet: {path: /readyz, port: {{ $port }}, scheme: {{ .scheme }}}
+  httpGet: {path: {{ .ready }}, port: {{ .probed }}, scheme: {{ .scheme }}}
   timeoutSeconds: 5
   periodSeconds: 2
   failureThreshold: 3
