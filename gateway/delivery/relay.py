@@ -34,7 +34,7 @@ from gateway.protocol.json_decoders import NULL, NonStreamingResponse, answer
 from gateway.protocol.paths import ApiDialect
 from gateway.protocol.response_model_name import ModelNameRewrite
 from gateway.protocol.sse_validator import SseValidator
-from gateway.protocol.usage import MAX_USAGE_BYTES, TokenUsage, usage_of_answer
+from gateway.protocol.usage import MAX_USAGE_BYTES, EventTokens, TokenUsage, usage_of_answer
 from gateway.request_context import STREAM_HEADERS, RequestContext
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry_policy import AttemptOutcome
@@ -72,7 +72,7 @@ class Relay:
     client was sent a part of the answer. ``held_back``: reading is paused for a slow client. ``on_first`` is
     called at the first token, ``meter`` counts for the model. ``lost``: the connection ended too early.
     ``stall_from``: since when it was silent at its last stall. ``rewrite`` gives our name of the model to the
-    answer of a server with another one.
+    answer of a server with another one. ``tokens``: those of events, if they may have several.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Relay:
         on_first: Callable[[], None] | None = None,
         *,
         rewrite: ModelNameRewrite | None = None,
+        tokens: EventTokens | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._call = call
@@ -114,6 +115,7 @@ class Relay:
         self.refused: Refused | None = None
         self._on_first = on_first
         self._rewrite = rewrite
+        self._event_tokens = tokens
         # To ask for the running loop is a system call.
         self.done: asyncio.Future[AttemptOutcome] = (loop or asyncio.get_running_loop()).create_future()
 
@@ -325,7 +327,7 @@ class Relay:
             if self._rewrite is not None:
                 out = self._rewrite.whole(out)
             if (charge := self._charge) is not None:
-                charge.relay(validator.events)
+                charge.relay(self._tokens_of(validator.events))
                 if validator.usage is not self._reported:
                     self._report(charge)
             if validator.counted and self.committed:
@@ -364,7 +366,7 @@ class Relay:
         """Charge what the engine reports within a stream, until it is counted."""
         self._reported = usage = self._validator.usage
         if usage is not None:
-            charge.report(usage, self._validator.usage_at)
+            charge.report(usage, self._tokens_of(self._validator.usage_at))
 
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.committed = True
@@ -430,6 +432,10 @@ class Relay:
         validator = self._validator
         return self._stream and (not validator.failed or 400 <= status_of(validator.error) < 500)
 
+    def _tokens_of(self, events: int) -> int:
+        """The tokens of so many events, which an engine has not counted."""
+        return events if self._event_tokens is None else self._event_tokens.of(events)
+
     def _account(self) -> None:
         """Count the tokens of the answer, as far as it came; once, and before the client has all of it."""
         if self._accounted:
@@ -444,7 +450,7 @@ class Relay:
         charged = usage
         if bounds is not None:
             if usage is not None and (what := bounds.contradiction(usage, events)):
-                call.contradiction, usage = what, bounds.estimate(events)
+                call.contradiction, usage = what, bounds.estimate(self._tokens_of(events))
                 charged = usage
                 self.meter.contradictions[what] += 1
             elif usage is None and not self._stream:
@@ -452,7 +458,7 @@ class Relay:
         call.events = events
         if (took := self._headers.get(_ENGINE_TIME)) is not None:
             call.engine_s = _seconds_of(took)
-        call.usage = usage = usage or TokenUsage(completion=events, exact=False)
+        call.usage = usage = usage or TokenUsage(completion=self._tokens_of(events), exact=False)
         self.meter.tokens.count(usage)
         if self._charge is not None:
             self._charge.end(charged)

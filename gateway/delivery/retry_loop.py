@@ -17,6 +17,7 @@ from gateway.protocol.json_splice import UpstreamRequestBody, upstream_body
 from gateway.protocol.paths import ApiDialect, ProxyRoute
 from gateway.protocol.response_model_name import ModelNameRewrite
 from gateway.protocol.sse_validator import ChatValidator, MessagesValidator, ResponsesValidator, SseValidator
+from gateway.protocol.usage import event_tokens
 from gateway.queue.model_queue import QueueTicket
 from gateway.request_context import RequestContext
 from gateway.routing.engine_cache.prompt_tokens import TokenizablePrompt
@@ -284,8 +285,9 @@ class RetryLoop:
         if self._call.streaming:
             validator = validator_of(self._call.route, self._body, strip_usage=strip_usage)
         relay = Relay(
-            self._call, connection, validator, self._meter, self._first, rewrite=rewrite, loop=self._loop
-        )
+            self._call, connection, validator, self._meter, self._first, rewrite=rewrite,
+            tokens=event_tokens(self._body), loop=self._loop,
+        )  # fmt: skip
         self._ticket.began(self._clock(), streams=relay.streams)
         replica.relays.add(relay)
         self._limit = replica.limit

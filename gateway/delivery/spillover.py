@@ -14,6 +14,7 @@ from gateway.delivery.retry_loop import validator_of
 from gateway.protocol.body import RequestBody
 from gateway.protocol.errors import NO_ROOM, Refused
 from gateway.protocol.response_model_name import ModelNameRewrite
+from gateway.protocol.usage import event_tokens
 from gateway.request_context import RequestContext
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import WorkerMetrics
@@ -181,7 +182,12 @@ class Spillover:
                 return AttemptOutcome.UNREACHABLE, AttemptResult.BAD
             validator = validator_of(call.route, body, strip_usage=sent.counts)
             relay = Relay(
-                call, connection, validator, self._metrics.model(name.partition(":")[0]), rewrite=rewrite
+                call,
+                connection,
+                validator,
+                self._metrics.model(name.partition(":")[0]),
+                rewrite=rewrite,
+                tokens=event_tokens(body),
             )
             verdict = await relay.run(head, sent.parts)
             if verdict is not AttemptOutcome.STALE:

@@ -7,6 +7,7 @@ from msgspec import Raw
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import RequestBody
 from gateway.protocol.paths import ApiDialect, ProxyRoute
+from gateway.protocol.prompt_features import COMPLETIONS, DEFAULT_COMPLETION_TOKENS
 from gateway.protocol.restricted_features import used_features
 from policy.errors import Refusal
 from policy.types import Runner
@@ -21,7 +22,7 @@ def check_features(route: ProxyRoute, body: RequestBody, allowed: frozenset[str]
 
 
 def bound_answer(route: ProxyRoute, body: RequestBody, most: int) -> None:
-    """Bound each answer to ``most`` tokens if the client did not.
+    """Bound each answer to ``most`` tokens if neither the client nor its API did.
 
     Raises :class:`gateway.protocol.errors.Refused` for a request for more.
     """
@@ -40,6 +41,8 @@ def bound_answer(route: ProxyRoute, body: RequestBody, most: int) -> None:
     if any(tokens is not None for tokens in given.values()):
         return
     name = next(iter(given))
+    if route.path == COMPLETIONS:
+        most = min(most, DEFAULT_COMPLETION_TOKENS)
     setattr(body, name, most)
     body.members[name] = Raw(b"%d" % most)
     body.added = b',"%b":%d' % (name.encode(), most)

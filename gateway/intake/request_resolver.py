@@ -12,7 +12,14 @@ from gateway.protocol.body import RequestBody
 from gateway.protocol.canonical_prompt import canonical_prompt
 from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
-from gateway.protocol.prompt_features import NOTHING, adapter_key, limit_of, seed_of
+from gateway.protocol.prompt_features import (
+    COMPLETIONS,
+    DEFAULT_COMPLETION_TOKENS,
+    NOTHING,
+    adapter_key,
+    limit_of,
+    seed_of,
+)
 from gateway.protocol.validation.engine_work_limits import wants_prompt_logprobs
 from gateway.request_context import RequestContext
 from gateway.routing.fleet import FleetView, ServedModel
@@ -54,11 +61,13 @@ class RequestResolver:
         if route.runner is None:
             prompt, session = NOTHING, 0
         else:
-            pools = served.runner is _POOLING
+            limit = 1 if served.runner is _POOLING else limit_of(body)
+            if limit is None and route.path == COMPLETIONS and served.engine is not _EXTERNAL:
+                limit = DEFAULT_COMPLETION_TOKENS
             prompt = self.routers.densities[name].read(
-                0 if pools else seed_of(name, adapter, tenant),
+                0 if served.runner is _POOLING else seed_of(name, adapter, tenant),
                 canonical_prompt(body, route, raw),
-                1 if pools else limit_of(body),
+                limit,
                 body.choices,
             )
             session = session_key(account.key, given, prompt.opening)

@@ -26,6 +26,7 @@ from gateway.protocol.paths import ProxyRoute
 from gateway.protocol.validation.engine_work_limits import (
     CHECKS,
     INPUTS,
+    LONG_FIELDS,
     MAX_FIELD,
     MAX_INPUTS,
     MAX_N,
@@ -135,9 +136,11 @@ def accept(raw: bytes, route: ProxyRoute, rules: BodyRules) -> AcceptedBody:
             except ValueError as error:  # of what was skipped before
                 raise _not_json(error) from None
             body.media += media.count
+            body.defines_tools |= media.tools > 0
     for name in INPUTS.get(path, ()):
         if (found := fields.get(name)) is not None:
             count = body.prompts if name == "prompt" else inputs_of(found)
+            body.inputs = max(body.inputs, count)
             if count > MAX_INPUTS:
                 raise too_many(name, MAX_INPUTS, count, "inputs")
     if "tools" in fields and body.tools is not ABSENT:
@@ -166,9 +169,12 @@ async def accept_large(
             except ValueError as error:  # of names, which were not read before
                 raise _not_json(error) from None
             body.media += media.count
+            body.defines_tools |= media.tools > 0
     for name in INPUTS.get(path, ()):
-        if name in spans and (count := _inputs_at(raw, spans[name])) > MAX_INPUTS:
-            raise too_many(name, MAX_INPUTS, count, "inputs")
+        if name in spans:
+            body.inputs = max(body.inputs, count := _inputs_at(raw, spans[name]))
+            if count > MAX_INPUTS:
+                raise too_many(name, MAX_INPUTS, count, "inputs")
     if body.tools is not ABSENT and (tools := spans["tools"]).items:
         check_size("tools", body.tools, MAX_TOOLS_BYTES)
         if tools.items > MAX_TOOLS:
@@ -210,6 +216,9 @@ def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Reques
     """The body ``raw`` with these ``fields``, which are checked."""
     if len(raw) > MAX_FIELD:
         check_schemas({name: fields[name] for name in SCHEMAS if name in fields and uses.get(name) == _CHECK})
+        for name in fields.keys() - LONG_FIELDS:
+            if name in uses:
+                check_size(name, fields[name])
     for name, value in fields.items():
         if uses.get(name) == _CHECK:
             _check_field(name, value)

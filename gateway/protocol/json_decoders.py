@@ -16,8 +16,9 @@ ABSENT = Raw(b"")
 class RequestBody(msgspec.Struct, gc=False):
     """The fields that are decided on; all are ``members``, and go through unread.
 
-    ``media`` is the number of images, videos and recordings, ``prompts`` that of a completion's prompts; both
-    are counted when the body is checked. ``added`` is what engines get behind the last member.
+    ``media`` is the number of images, videos and recordings, ``prompts`` that of a completion's prompts,
+    ``inputs`` that of the longest list of inputs; with ``defines_tools`` messages define tools. These are
+    found when the body is checked. ``added`` is what engines get behind the last member.
     """
 
     model: str
@@ -41,6 +42,8 @@ class RequestBody(msgspec.Struct, gc=False):
     members: dict[str, Raw] = msgspec.field(default_factory=dict, name="(members)")
     media: int = msgspec.field(default=0, name="(media)")
     prompts: int = msgspec.field(default=1, name="(prompts)")
+    inputs: int = msgspec.field(default=1, name="(inputs)")
+    defines_tools: bool = msgspec.field(default=False, name="(defines_tools)")
     added: bytes = msgspec.field(default=b"", name="(added)")
 
     @property
@@ -70,7 +73,8 @@ class MediaPart(msgspec.Struct, gc=False):
 SCALARS = frozenset(
     {"model", "stream", "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "background"}
 )
-RAW_FIELDS = frozenset(RequestBody.__struct_fields__) - SCALARS - {"members", "media", "prompts", "added"}
+_SET_BY_US = {"members", "media", "prompts", "inputs", "defines_tools", "added"}
+RAW_FIELDS = frozenset(RequestBody.__struct_fields__) - SCALARS - _SET_BY_US
 
 BODY = msgspec.json.Decoder(RequestBody)
 MEMBERS = msgspec.json.Decoder(dict[str, Raw])

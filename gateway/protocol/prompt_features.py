@@ -23,6 +23,11 @@ BYTES_A_TOKEN: Final = 4.0
 LEAST_BYTES_A_TOKEN: Final = 1.0
 MOST_BYTES_A_TOKEN: Final = 16.0
 COUNTED_BYTES: Final = 256 * 1024
+# Of an answer without a limit by a model of unknown length, and of any other.
+MOST_ANSWER_TOKENS: Final = 1 << 20
+# The tokens of a completion whose request does not say how many, by OpenAI's API and vLLM.
+COMPLETIONS: Final = "/v1/completions"
+DEFAULT_COMPLETION_TOKENS: Final = 16
 
 
 def _boundaries() -> tuple[int, ...]:
@@ -124,13 +129,13 @@ class BytesPerToken:
 
 
 def limit_of(body: RequestBody) -> int | None:
-    """The most tokens that one choice of the answer may have, if the client bounds it; at least 1.
+    """The most tokens that one choice of the answer may have, if the client bounds it.
 
-    With 0, which asks for nothing but the prompt's echo, engines compute a token too.
+    At least 1: with 0, which asks for nothing but the prompt's echo, engines compute a token too.
     """
     for limit in (body.max_completion_tokens, body.max_output_tokens, body.max_tokens):
         if limit is not None:
-            return max(1, limit)
+            return min(max(1, limit), MOST_ANSWER_TOKENS)
     return None
 
 

@@ -30,14 +30,14 @@ def used_features(body: RequestBody, route: ProxyRoute) -> frozenset[Feature]:
     """The features that a request uses, once its body was accepted; media of all kinds are images."""
     fields = body.members
     pools = route.runner is Runner.POOLING
-    if not pools and not body.media and _ASKING.isdisjoint(fields):
+    if not (pools or body.media or body.defines_tools) and _ASKING.isdisjoint(fields):
         return _NONE
     used: set[Feature] = set()
     if pools:
         used.add(Feature.EMBEDDINGS)
     if body.media:
         used.add(Feature.IMAGES)
-    if any(_asks(fields, name) for name in _TOOLS):
+    if body.defines_tools or any(_asks(fields, name) for name in _TOOLS):
         used.add(Feature.TOOLS)
     if any(_asks(fields, name) for name in _LOGPROBS) or _includes_logprobs(fields):
         used.add(Feature.LOGPROBS)

@@ -11,7 +11,8 @@ from msgspec import Raw
 from gateway.protocol import json_decoders
 from gateway.protocol.body import RequestBody
 from gateway.protocol.json_decoders import NonStreamingResponse
-from gateway.protocol.prompt_features import limit_of, token_ids
+from gateway.protocol.prompt_features import MOST_ANSWER_TOKENS, limit_of, token_ids
+from gateway.protocol.validation.engine_work_limits import MAX_INTEGER
 from policy.request import Request
 
 # Constants are read faster than names of other modules, in machine code.
@@ -42,8 +43,7 @@ _UNWRITTEN: Final = re.compile(
 # tools is not looked at further.
 MOST_SEARCHED: Final = 1024 * 1024
 MOST_TYPES: Final = 1000
-# Of an answer without a limit by a model of unknown length; a token may come in several events.
-MOST_ANSWER_TOKENS: Final = 1 << 20
+# A token may come in several events.
 MOST_EVENTS_A_TOKEN: Final = 8
 
 
@@ -78,6 +78,35 @@ class TokenUsage:
         return self.prompt, self.cached, self.completion, self.exact
 
 
+class EventTokens:
+    """The tokens of a stream by its events: with ``stream_interval`` each but the first has several."""
+
+    __slots__ = ("_choices", "_interval", "_most")
+
+    def __init__(self, interval: int, choices: int, most: int) -> None:
+        self._interval = interval
+        self._choices = choices
+        self._most = most
+
+    def of(self, events: int) -> int:
+        """Of a stream that was cut after so many events."""
+        first = min(events, self._choices)
+        return min(first + (events - first) * self._interval, self._most)
+
+
+def event_tokens(body: RequestBody) -> EventTokens | None:
+    """How to count the tokens of a stream, where an event may have several; ``body`` is checked."""
+    value = body.members.get("stream_interval", NULL)
+    if value == NULL:
+        return None
+    try:
+        interval = int(float(bytes(value)))
+    except ValueError:  # which engines refuse
+        return None
+    most = (limit_of(body) or MOST_ANSWER_TOKENS) * body.choices
+    return EventTokens(interval, body.choices, min(most, MAX_INTEGER)) if interval > 1 else None
+
+
 class UsageBounds:
     """Which token counts the answer to one request can have; what is learned from answers is within them."""
 
@@ -93,7 +122,9 @@ class UsageBounds:
         """Which count is impossible, empty if none is; ``events`` are those of the stream, 0 without one."""
         prompt = usage.prompt
         size = len(self._raw)
-        possible = prompt <= size + MOST_TEMPLATE_TOKENS
+        # Of pairs that are scored, each may have the same query.
+        pairs = self._body.inputs if self._is_paired() else 1
+        possible = prompt <= pairs * (size + MOST_TEMPLATE_TOKENS)
         if prompt < size // MOST_BYTES_A_TOKEN:  # else the text, a part of the body, is short enough
             possible = prompt >= self._text_bytes() // MOST_BYTES_A_TOKEN
         if prompt < 0 or not (possible or self._has_unwritten()):
@@ -104,6 +135,10 @@ class UsageBounds:
         if not events // MOST_EVENTS_A_TOKEN <= usage.completion <= most * self._body.choices:
             return "completion"
         return ""
+
+    def _is_paired(self) -> bool:
+        members = self._body.members
+        return not any(name in members for name in _PROMPTS)
 
     def _text_bytes(self) -> int:
         """The size of what the engine reads as text, in JSON; 0 if it reads no more than it is told to."""

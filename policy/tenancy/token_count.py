@@ -9,9 +9,10 @@ def most_tokens(prompt: int, allowed: int, context: int | None, choices: int) ->
     """Prompt and allowed answer: what a request reserves.
 
     ``allowed`` are the tokens of all answers that the client allows (0: as many as the model's ``context``
-    has left for each of ``choices``).
+    has left for each of ``choices``, which engines give at most in any case).
     """
-    return prompt + (allowed or max(0, (context or 0) - prompt) * choices)
+    left = max(0, (context or 0) - prompt) * choices
+    return prompt + (min(allowed, left) if allowed and context else allowed or left)
 
 
 def cached_weight(prompt_price: float, cached_price: float) -> float:

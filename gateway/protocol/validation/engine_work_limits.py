@@ -53,9 +53,18 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "/v1/rerank": ("documents",),
 }
 
+# What models read, which has other bounds or the body's alone. All other fields are short.
+LONG_FIELDS: Final = frozenset(
+    {
+        "messages", "system", "instructions", "prompt", "suffix", "input", "previous_input_messages",
+        "prediction", "tools", "functions", "mcp_servers", "tokens", "mm_payload", "query", "queries",
+        "documents", "items", "text_1", "text_2", "data_1", "data_2", "input_1", "input_2", "instruction",
+    }
+)  # fmt: skip
 _NUMBER_BYTES: Final = 32
 _OPEN: Final = ord("[")
 _WORDS = (b"null", b"true", b"false")
+_ENCODINGS = (b"null", b'"float"', b'"base64"')
 _SPACE: Final = ord(" ")
 
 Check = Callable[[str, Raw], None]
@@ -105,16 +114,16 @@ def inputs_of(value: Raw) -> int:
     return len(ITEMS.decode(value)) if is_list else 1
 
 
-def check_tools(items: list[Raw]) -> None:
-    """Refuse too many tools, and too large ones."""
+def check_tools(items: list[Raw], name: str = "tools") -> None:
+    """Refuse too many tools, and too large ones; ``name`` is that of their list."""
     if len(items) > MAX_TOOLS:
-        raise too_many("tools", MAX_TOOLS, len(items), "tools")
+        raise too_many(name, MAX_TOOLS, len(items), "tools")
     for at, item in enumerate(items):
-        check_size(f"tools.{at}", item)
+        check_size(f"{name}.{at}", item)
         # The parameters of a tool are a schema. A text that is shorter than the bound cannot exceed it.
         view = memoryview(item)
         if len(view) > MAX_OPENINGS and (opened := openings(str(view, "utf-8", "replace"))) > MAX_OPENINGS:
-            raise too_many(f"tools.{at}", MAX_OPENINGS, opened, "opening parentheses and brackets")
+            raise too_many(f"{name}.{at}", MAX_OPENINGS, opened, "opening parentheses and brackets")
 
 
 def _number(most: int) -> Check:
@@ -271,6 +280,12 @@ def _structured_outputs(name: str, value: Raw) -> None:
     _schema(name, value)
 
 
+def _encoding(name: str, value: Raw) -> None:
+    # Of other encodings the answer is no JSON, or has no usage.
+    if bytes(memoryview(value)[:16]) not in _ENCODINGS:
+        raise Refused(Refusal.UNSUPPORTED, f"{name} must be float or base64.", param=name)
+
+
 def _previous_response(name: str, value: Raw) -> None:
     if bytes(memoryview(value)[:5]) != b"null":
         message = f"{name} is not supported: send the whole conversation as input."
@@ -305,6 +320,7 @@ CHECKS: dict[str, Check] = {
     "structured_outputs": _structured_outputs,
     "chat_template_kwargs": _template_arguments,
     "previous_response_id": _previous_response,
+    "encoding_format": _encoding,
     "tokens": _ids,
 }  # fmt: skip
 """By field, what is checked of it where it is present."""

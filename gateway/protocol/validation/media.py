@@ -7,6 +7,7 @@ is refused unless its host is allowed.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -23,7 +24,14 @@ from gateway.protocol.json_structure import (
     StructureScan,
     name_of,
 )
-from gateway.protocol.validation.engine_work_limits import MAX_MESSAGES, first_item, too_many
+from gateway.protocol.validation.engine_work_limits import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    check_tools,
+    first_item,
+    too_many,
+)
 from policy.errors import Refusal
 
 # Constants are read faster than names of other modules, in machine code.
@@ -53,8 +61,10 @@ _MEDIA = (*_URLS, "source", "input_audio", "file", "file_data")
 # Tensors, and objects of the engine's process.
 _FORBIDDEN = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil")
 _HOLDS_MEDIA: Final = frozenset({*_MEDIA, *_FORBIDDEN})
-# As bytes: a body without these names has no media.
-HOLDS_MEDIA: Final = frozenset({name.encode() for name in _HOLDS_MEDIA})
+# What Anthropic's blocks and messages of developers define, beside the tools of the body.
+_TOOLS: Final = ("tool", "tools")
+# As bytes: a body without these names within its members has no media, and no other tools.
+HOLDS_MEDIA: Final = frozenset({name.encode() for name in (*_HOLDS_MEDIA, *_TOOLS)})
 _MEDIUM: Final = frozenset(MediaPart.__struct_fields__)
 # Only what every parser of URLs reads alike: neither credentials nor backslashes.
 _URL: Final = re.compile(
@@ -74,14 +84,17 @@ _OF_ITEM: Final = 64
 
 
 class MediaCheck:
-    """Counts the media of one field of a body; ``hosts`` are those from which engines may fetch some."""
+    """Counts the media of one field of a body, and the ``tools`` that it defines.
 
-    __slots__ = ("_hosts", "_items", "_name", "count")
+    ``hosts`` are those from which engines may fetch media.
+    """
+
+    __slots__ = ("_hosts", "_items", "_name", "_tool_bytes", "count", "tools")
 
     def __init__(self, name: str, hosts: frozenset[str]) -> None:
         self._hosts = hosts
         self._name = name
-        self._items = self.count = 0
+        self._items = self._tool_bytes = self.count = self.tools = 0
 
     def walk(self, value: Raw, level: int = 0) -> None:
         """Check all that ``value`` holds, a list or an object; texts and lists of numbers are skipped."""
@@ -129,11 +142,14 @@ class MediaCheck:
 
     def _part(self, part: dict[str, Raw], level: int) -> None:
         """Check one message or part, and those that it holds."""
+        for name in _TOOLS:
+            if name in part:
+                self._define(part[name])
         if not _HOLDS_MEDIA.isdisjoint(part):
             for name, value in self._present(part):
                 kind = memoryview(value)[0]
                 medium = MEDIUM.decode(value) if kind == _OBJECT else _bare(name, value)
-                self._judge(name, medium)
+                self._judge(name, medium, is_document=_is_document(part.get("type", ABSENT)))
                 self._inside(medium.content, level)
         if (content := part.get("content")) is not None:
             self._inside(content, level)
@@ -148,6 +164,9 @@ class MediaCheck:
         self._bound(1, level)
         fields = await self._fields(raw, span, pieces)
         inner = [fields[name] for name in ("content", "output") if name in fields]
+        for name in _TOOLS:
+            if name in fields:
+                await pieces.alone(partial(self._define, _at(raw, fields[name])))
         if not _HOLDS_MEDIA.isdisjoint(fields):
             for name, value in self._present({name: _at(raw, fields[name]) for name in fields}):
                 medium = _bare(name, value)
@@ -155,7 +174,8 @@ class MediaCheck:
                     held = await self._fields(raw, fields[name], pieces)
                     medium = MediaPart(**{key: _at(raw, held[key]) for key in held if key in _MEDIUM})
                     inner += [held["content"]] if "content" in held else []
-                self._judge(name, medium)
+                kind = _at(raw, fields["type"]) if "type" in fields else ABSENT
+                self._judge(name, medium, is_document=_is_document(kind))
         for each in inner:
             if raw[each.begin] in _NESTS:
                 await self.walk_large(raw, each, pieces, level + 1)
@@ -177,6 +197,20 @@ class MediaCheck:
         if count and level > MAX_LEVEL:
             raise self._refused(f"parts are nested deeper than {MAX_LEVEL} levels")
 
+    def _define(self, value: Raw) -> None:
+        """Check one tool or a list of them, as those of the body."""
+        view = memoryview(value)
+        if view[0] not in _NESTS:
+            return
+        self._tool_bytes += len(view)
+        if self._tool_bytes > MAX_TOOLS_BYTES:
+            raise too_many(self._name, MAX_TOOLS_BYTES, self._tool_bytes, "bytes of tools")
+        items = ITEMS.decode(value) if view[0] == _OPEN else [value]
+        self.tools += len(items)
+        if self.tools > MAX_TOOLS:
+            raise too_many(self._name, MAX_TOOLS, self.tools, "tools")
+        check_tools(items, f"{self._name}.tools")
+
     def _present(self, part: dict[str, Raw]) -> list[tuple[str, Raw]]:
         """The media of ``part``, by field."""
         for name in _FORBIDDEN:
@@ -187,11 +221,15 @@ class MediaCheck:
             raise self._refused("uuid is not accepted by this server", Refusal.UNSUPPORTED)
         return [(name, part[name]) for name in _MEDIA if name in part and not _is_null(part[name])]
 
-    def _judge(self, name: str, medium: MediaPart) -> None:
-        """Count a medium, and refuse one that is too large, or from elsewhere."""
+    def _judge(self, name: str, medium: MediaPart, *, is_document: bool) -> None:
+        """Count a medium, and refuse one that is too large, or from elsewhere.
+
+        The source of a document may be its text; of an image engines take any source as one.
+        """
         data = medium.data if medium.file_data is ABSENT else medium.file_data
         has_url = not _is_null(medium.url)
-        if not has_url and (_is_null(data) or bytes(memoryview(medium.type)[:8]) == b'"text"'):
+        is_text = is_document and bytes(memoryview(medium.type)[:8]) == b'"text"'
+        if not has_url and (_is_null(data) or is_text):
             return
         self.count += 1
         if self.count > MAX_MEDIA:
@@ -229,6 +267,10 @@ def _at(raw: bytes, span: JsonMember) -> Raw:
 
 def _is_null(value: Raw) -> bool:
     return value is ABSENT or memoryview(value)[0] == _NULL
+
+
+def _is_document(kind: Raw) -> bool:
+    return bytes(memoryview(kind)[:11]) == b'"document"'
 
 
 def _bare(name: str, value: Raw) -> MediaPart:

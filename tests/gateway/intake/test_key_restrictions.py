@@ -39,6 +39,7 @@ def bounded(path: str, raw: bytes) -> Any:
         (CHAT, {"max_tokens": None, "max_completion_tokens": None}, "max_tokens"),
         (CHAT, {"max_output_tokens": 5}, "max_tokens"),
         (TEXT, {"max_completion_tokens": 5}, "max_tokens"),
+        (TEXT, {"max_tokens": None}, "max_tokens"),
         ("/v1/messages", {}, "max_tokens"),
         (RESPONSES, {"max_tokens": 5}, "max_output_tokens"),
     ],
@@ -46,6 +47,12 @@ def bounded(path: str, raw: bytes) -> Any:
 def test_a_request_without_a_bound_gets_one(path: str, given: dict[str, Any], field: str) -> None:
     raw = json.dumps({"model": "m", **given}).encode() + b" \n"
     assert bounded(path, raw) == {"model": "m", **given, field: 10}
+
+
+def test_a_completion_without_a_bound_gets_that_of_its_api_if_it_is_lower() -> None:
+    body = accepted(TEXT, b'{"model":"m"}').body
+    bound_answer(ROUTES[TEXT], body, 4096)
+    assert body.max_tokens == 16
 
 
 @pytest.mark.parametrize("given", [{"max_tokens": 10}, {"max_completion_tokens": 3}, {"max_tokens": 0}])

@@ -163,3 +163,7 @@ def test_a_request_for_no_tokens_has_a_limit() -> None:
     """With `echo` engines compute one."""
     assert fingerprint("/v1/completions", prompt="a", echo=True, max_tokens=0).limit_tokens == 1
     assert fingerprint("/v1/completions", prompt="a", max_tokens=None).limit_tokens == 0
+
+
+def test_a_limit_is_no_more_than_any_answer_has() -> None:
+    assert fingerprint(messages=[], max_tokens=(1 << 64) - 1).limit_tokens == 1 << 20

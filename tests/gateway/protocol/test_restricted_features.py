@@ -12,6 +12,9 @@ from policy.config.tenancy import Feature
 from tests.gateway.protocol.accepted_body import accepted_body
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ADDED_TOOL = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "run"}}}
+# Engines take its data in base64, whatever the type.
+TEXT_IMAGE = {"type": "text", "media_type": "image/png", "data": "AA=="}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
@@ -31,6 +34,14 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         (MESSAGES, {"output_config": {"effort": "low"}}, ""),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "structured_outputs"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}], "tools": [{}]}, "images tools"),
+        (MESSAGES, {"messages": [{"role": "system", "content": [ADDED_TOOL]}]}, "tools"),
+        (CHAT, {"messages": [{"role": "developer", "content": "a", "tools": [{}]}]}, "tools"),
+        (CHAT, {"messages": [{"role": "developer", "content": "a", "tools": None}]}, ""),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": TEXT_IMAGE}]}]},
+            "images",
+        ),
         ("/v1/embeddings", {"input": "a"}, "embeddings"),
         ("/v1/rerank", {"query": "a", "documents": ["b"]}, "embeddings"),
     ],
@@ -39,5 +50,5 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 def test_features_are_those_that_a_request_asks_for(
     path: str, fields: dict[str, Any], used: str, padding: int
 ) -> None:
-    accepted = accepted_body({"model": "m", "user": "a" * padding, **fields}, path)
+    accepted = accepted_body({"model": "m", "filler": "a" * padding, **fields}, path)
     assert used_features(accepted.body, ROUTES[path]) == {Feature(name) for name in used.split()}

@@ -18,11 +18,13 @@ from gateway.protocol.usage import (
     MOST_TYPES,
     TokenUsage,
     UsageBounds,
+    event_tokens,
     read_usage,
     usage_inside,
     usage_of_answer,
 )
 from policy.request import Request
+from tests.gateway.protocol.accepted_body import accepted_body
 
 COUNTS = {"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2}
 
@@ -155,3 +157,30 @@ def test_a_medium_without_a_type_may_have_any_number_of_tokens() -> None:
     body.media = 1
     bounds = UsageBounds(Request("m", prompt_tokens=10, prompt_bytes=0), body, raw, max_model_len=8192)
     assert bounds.contradiction(TokenUsage(8000, 0, 50), 50) == ""
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
+def test_each_pair_that_is_scored_may_have_the_query(path: str) -> None:
+    query, documents = ("query", "documents") if path == "/v1/rerank" else ("text_1", "text_2")
+    content = {"model": "m", query: "word " * 800, documents: ["a"] * 2000}
+    accepted = accepted_body(content, path)
+    bounds = UsageBounds(Request("m"), accepted.body, accepted.raw, max_model_len=1024)
+    assert bounds.contradiction(TokenUsage(2000 * 804), 0) == ""
+    assert bounds.contradiction(TokenUsage(2000 * 20_000), 0) == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "events", "tokens"),
+    [
+        ({}, 10, 10),
+        ({"stream_interval": 1}, 10, 10),
+        ({"stream_interval": 100}, 0, 0),
+        ({"stream_interval": 100}, 10, 901),
+        ({"stream_interval": 100, "n": 2}, 10, 802),
+        ({"stream_interval": 100, "max_tokens": 500}, 10, 500),
+        ({"stream_interval": None}, 10, 10),
+    ],
+)
+def test_an_event_may_have_several_tokens(fields: dict[str, Any], events: int, tokens: int) -> None:
+    counted = event_tokens(bodies.read(json.dumps({"model": "m", **fields}).encode()))
+    assert (events if counted is None else counted.of(events)) == tokens

@@ -69,7 +69,14 @@ def test_without_a_share_one_request_is_admitted() -> None:
 
 @pytest.mark.parametrize(
     ("allowed", "context", "choices", "most"),
-    [(100, 4096, 1, 110), (0, 4096, 1, 4096), (0, 4096, 3, 10 + 3 * 4086), (0, None, 1, 10)],
+    [
+        (100, 4096, 1, 110),
+        (1 << 20, 4096, 2, 10 + 2 * 4086),
+        (1 << 20, None, 1, 10 + (1 << 20)),
+        (0, 4096, 1, 4096),
+        (0, 4096, 3, 10 + 3 * 4086),
+        (0, None, 1, 10),
+    ],
 )
 def test_a_request_may_use_its_prompt_and_the_allowed_answer(
     allowed: int, context: int | None, choices: int, most: int

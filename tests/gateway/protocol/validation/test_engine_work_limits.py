@@ -19,6 +19,8 @@ from gateway.protocol.validation.regex_size import expanded_size
 from tests.gateway.protocol.accepted_body import accepted_body
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+ADDED = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "run"}}}
+DEFINED = {"role": "system", "content": [ADDED] * 512}
 DEEP = "(" * 30_000
 LARK = 'start: %json {"type":"string","pattern":"' + DEEP + '"}'
 PAGE = Path(__file__).parents[4] / "docs" / "request-limits.md"
@@ -60,6 +62,12 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
     (TEXT, "logprob_token_ids", [7], ["a"], "must be a number"),
     (CHAT, "repetition_detection", {"max_pattern_size": 128}, {"max_pattern_size": 129}, "at most 128, got"),
     (CHAT, "repetition_detection", {"min_count": 64}, {"min_count": 65}, "min_count must be at most 64"),
+    ("/v1/embeddings", "encoding_format", "base64", "bytes", "must be float or base64"),
+    (RESPONSES, "metadata", {"a": "b" * 65_000}, {"a": "b" * 66_000}, "at most 65536 bytes"),
+    (CHAT, "user", "b" * 65_000, "b" * 66_000, "at most 65536 bytes"),
+    (MESSAGES, "messages", [DEFINED], [{**DEFINED, "content": [ADDED] * 513}], "at most 512 tools, got 513"),
+    (CHAT, "messages", [{"tools": [{}]}], [{"tools": [{"a": "b" * 65536}]}], "tools.0 takes at most 65536"),
+    (CHAT, "messages", [{"tools": []}], [{"tools": [{"a": "b" * 60000}] * 18}], "1048576 bytes of tools"),
     (CHAT, "truncate_prompt_tokens", -1, 1 << 21, "at most 1048576"),
     (CHAT, "tools", [{}] * 512, [{}] * 513, "at most 512 tools, got 513"),
     (CHAT, "tools", [{}], [{"a": "b" * 65536}], "tools.0 takes at most 65536 bytes"),
@@ -106,7 +114,7 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
 def test_bounds(  # noqa: PLR0917
     path: str, name: str, good: Any, bad: Any, message: str, padding: int
 ) -> None:
-    base = {"model": "m", "user": "a" * padding}
+    base = {"model": "m", "filler": "a" * padding}
     assert accepted_body({**base, name: good}, path).dropped == []
     with pytest.raises(Refused, match=re.escape(message)) as refused:
         accepted_body({**base, name: bad}, path)
@@ -134,7 +142,7 @@ def test_an_echo_with_logprobs_wants_those_of_the_prompt(fields: dict[str, Any],
 def test_the_schemas_of_a_request_take_no_more_time_together_than_one(padding: int) -> None:
     names: list[str] = [name for name in engine_work_limits.SCHEMAS if name in KNOWN[CHAT]]
     assert len(names) > 5
-    base: dict[str, Any] = {"model": "m", "user": "a" * padding}
+    base: dict[str, Any] = {"model": "m", "filler": "a" * padding}
     schema = {"x": "a" * (65_536 // len(names) - 10)}
     all_ = {**base, **dict.fromkeys(names, schema)}
     accepted_body(all_, CHAT)
