@@ -87,6 +87,7 @@ class LocalActuator:
         self._records: dict[LayerKey, LayerRecord] = {
             record.key: record for record in state.load(self._path, list[LayerRecord]) or []
         }
+        self._unsaved = False
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lock = asyncio.Lock()
 
@@ -249,19 +250,27 @@ class LocalActuator:
         self._children[child.pid] = child
         process = HostProcess(pid=child.pid, created=created, replica=replica, gpus=gpus)
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
-        self._put(record)
-        assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(HostProcessSpec(spec=spec, replica=replica)) + b"\n")
-        child.stdin.close()
+        try:
+            self._put(record)
+            assert child.stdin is not None
+            child.stdin.write(msgspec.json.encode(HostProcessSpec(spec=spec, replica=replica)) + b"\n")
+            child.stdin.close()
+        except BaseException:
+            # It would wait for its specification, and no later controller could find it.
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            raise
         return record
 
     def _put(self, record: LayerRecord) -> None:
-        if self._records.get(record.key) != record:
+        if self._records.get(record.key) != record or self._unsaved:
             self._records[record.key] = record
             self._save()
 
     def _save(self) -> None:
+        self._unsaved = True
         self._state.save(self._path, list(self._records.values()))
+        self._unsaved = False
 
 
 def _visible(gpus: GpuGrant) -> dict[str, str]:
