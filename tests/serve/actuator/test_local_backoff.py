@@ -17,6 +17,7 @@ from policy.config.deployment import Cluster
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator.interface import ActuatorLayer
 from serve.actuator.local import LayerRecord, LocalActuator
+from store.os_process import find
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment
 
@@ -148,10 +149,55 @@ async def test_a_stable_host_resets_the_failures(site: Site) -> None:
     assert (await site.layer()).trouble == ""
 
 
+async def kill_all(site: Site) -> None:
+    """Kill the hosts at once, and wait until they have ended."""
+    running = site.record.processes
+    for process in running:
+        os.kill(process.pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while any(find(process.pid, process.created) for process in running):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.001)
+
+
 async def start(site: Site, count: int) -> None:
     site.command("sleep 600")
     await site.actuator.deploy(KEY, deployment().models[0], None, "d", count)
     assert len(site.record.processes) == count
+
+
+async def test_hosts_that_end_together_are_one_failure(site: Site) -> None:
+    await start(site, 4)
+    await kill_all(site)
+    assert (await site.layer()).trouble == ""
+    assert site.record.failures == 1
+
+
+async def test_hosts_that_ended_before_a_controller_began_are_no_failures(site: Site) -> None:
+    await start(site, 4)
+    await kill_all(site)
+    await site.actuator.close()
+    site.restart()
+    held = await site.layer()
+    assert (held.trouble, held.retry_at, site.record.failures) == ("", None, 0)
+    assert len(site.record.processes) == 4
+
+
+async def test_a_host_that_leaves_does_not_end_the_backoff(site: Site) -> None:
+    await start(site, 2)
+    staying, leaving = site.record.processes
+    os.kill(leaving.pid, signal.SIGSTOP)
+    await site.actuator.scale(KEY, 1)
+    site.command("false")
+    os.kill(staying.pid, signal.SIGKILL)
+    while not site.record.failures:
+        await site.layer()
+        await asyncio.sleep(0.001)
+    again_at = site.record.retry_at
+    os.kill(leaving.pid, signal.SIGCONT)
+    while leaving.pid in {process.pid for process in site.record.processes}:
+        await site.layer()
+        await asyncio.sleep(0.001)
+    assert site.record.retry_at >= again_at
 
 
 async def test_a_host_that_cannot_be_recorded_is_ended_and_started_again(site: Site) -> None:
