@@ -154,6 +154,38 @@ async def test_what_pods_report(api: KubernetesApi, state: StateDir) -> None:
     await server.stop()
 
 
+async def test_restarts_before_a_pod_was_ready_are_no_failures_after_it(
+    api: KubernetesApi, state: StateDir
+) -> None:
+    """A probe that fails once, of a pod that is long in service, must not keep its model from scaling up."""
+    api.slow = True
+    (spec,) = deployment(external_model(api.url)).models
+    actuator = KubernetesActuator(state, [spec])
+    seen: list[tuple[ReplicaPhase, int, int]] = []
+
+    def take(beat: Heartbeat) -> None:
+        replica = beat.replica
+        if (now := (replica.state, replica.incarnation, replica.failures)) not in seen[-1:]:
+            seen.append(now)
+
+    reporting = asyncio.create_task(actuator.report(take, every_s=0.02))
+    await actuator.deploy(SMALL, spec, None, "d", 1)
+    await eventually(lambda: bool(seen))
+    for ready, restarts in ((False, 3), (True, 3), (False, 3), (True, 3), (False, 4), (False, 5), (True, 5)):
+        before = len(seen)
+        conditions = [{"type": "Ready", "status": str(ready)}]
+        status = {"conditions": conditions, "containerStatuses": [{"restartCount": restarts}]}
+        api.change(PODS, "small-0", {**api.of(PODS, "small-0"), "status": status})
+        await eventually(lambda before=before: len(seen) > before)
+    starting, serving = ReplicaPhase.STARTING, ReplicaPhase.READY
+    assert seen[1:] == [
+        (starting, 3, 3), (serving, 3, 0), (starting, 3, 0), (serving, 3, 0),
+        (starting, 4, 1), (starting, 5, 2), (serving, 5, 0),
+    ]  # fmt: skip
+    reporting.cancel()
+    await actuator.close()
+
+
 async def test_failures_name_their_cause_and_keep_the_layers(api: KubernetesApi, state: StateDir) -> None:
     (spec,) = deployment(external_model(api.url)).models
     actuator = KubernetesActuator(state, [spec])
