@@ -439,7 +439,12 @@ class Controller:
             extra = self._replacement.step(target, lambda: self.autoscaler.has_room(target, self._deployment))
             model = self._observed.model(target, self._deployment.budget)
             closing = self._observed.closes_s(target, self.autoscaler.at) > 0
-            counts = model._replace(closing=closing).rollout(extra).step()
+            rollout = model._replace(closing=closing).rollout(extra)
+            counts = rollout.step()
+            if target.ends_at is not None and not closing and rollout.keeps_others(counts):
+                # Not all of them drain now, as room has come free: those that stay serve on.
+                target = replace(target, ends_at=None)
+                self._targets.put(name, target)
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, layers)

@@ -80,8 +80,9 @@ class ModelTarget(msgspec.Struct, frozen=True, kw_only=True):
     for operators. ``rejected`` is the digest of the configuration that was
     rolled back last, ``specs`` the configuration of each generation in use, its shapes as its layers are
     built, and ``weights`` those of each generation. ``set_mode`` and ``set_count`` are manual overrides,
-    ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet. In
-    a switch with a ``gap`` other layers serve what ends before the longest request; all ends at ``ends_at``.
+    ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet. A
+    switch with a ``gap`` goes below ``min_healthy``; where none stays, other layers serve what ends before
+    the longest request, and all ends at ``ends_at``.
     """
 
     aim: DesiredMode
