@@ -202,6 +202,14 @@ class RolloutPlanner(NamedTuple):
             keep = fewer
         return keep if room(keep) else {}
 
+    def keeps_others(self, counts: Mapping[LayerKey, int]) -> bool:
+        """Whether replicas of other layers than the goal's stay after a step to ``counts``."""
+        return any(counts[key] for key in self.others)
+
+    def stops(self) -> bool:
+        """Whether the goal needs a moment without any ready replica; as :meth:`needs_gap`."""
+        return self._replace(goal=msgspec.structs.replace(self.goal, min_healthy=1)).needs_gap()
+
     def needs_gap(self) -> bool:
         """Whether the goal needs a moment below ``min_healthy`` ready replicas.
 

@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 
 from policy.config.deployment import ModelSpec
+from policy.errors import ActuatorFailed, NotLeader, Unreachable
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EngineKind
 from serve.actuator.interface import Actuator, ActuatorLayer, NodeResources
+from serve.actuator.kubernetes import KubernetesActuator
 from serve.host.weight_verification import ResolvedWeights
+
+log = logging.getLogger("tidegate.controller")
 
 
 class ActuatorByEngine:
-    """The actuator port over ``own``, and over ``workloads`` for external models."""
+    """The actuator port over ``own``, and over ``workloads`` for external models.
 
-    def __init__(self, own: Actuator, workloads: Actuator) -> None:
+    Neither holds up the other: while one fails, its layers are those of its last answer.
+    """
+
+    def __init__(self, own: Actuator, workloads: KubernetesActuator) -> None:
         self.name = own.name
         self._own = own
         self._workloads = workloads
         self._external: frozenset[LayerKey] = frozenset()
+        # By actuator: its last answer, and why it gives none now.
+        self._last: dict[Actuator, Mapping[LayerKey, ActuatorLayer]] = {}
+        self._failures: dict[Actuator, str] = {}
 
     async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
-        external = await self._workloads.layers()
+        """Raises before the first answer of ``own``, whose layers may be parts of shared GPU groups."""
+        external = await self._layers_of(self._workloads)
         self._external = frozenset(external)
-        return {**await self._own.layers(), **external}
+        own = await self._layers_of(self._own)
+        if self._own not in self._last:
+            raise ActuatorFailed(self._failures[self._own])
+        return {**own, **external}
+
+    async def _layers_of(self, part: Actuator) -> Mapping[LayerKey, ActuatorLayer]:
+        try:
+            self._last[part] = await part.layers()
+            self._failures.pop(part, None)
+        except NotLeader:
+            raise
+        except (ActuatorFailed, Unreachable, OSError) as error:
+            if part not in self._failures:
+                log.warning("%s: %s", part.name, error)
+            self._failures[part] = f"{part.name}: {error}"
+        return self._last.get(part, {})
+
+    def failure(self, model: ModelSpec) -> str:
+        """Why the layers of ``model`` are unknown, or only known as they were; empty if they are known."""
+        return self._failures.get(self._workloads if model.engine is EngineKind.EXTERNAL else self._own, "")
+
+    def declare(self, models: Iterable[ModelSpec]) -> None:
+        """The models of a deployment that was just applied: one that fails may be corrected by it."""
+        self._workloads.declare(models)
 
     async def nodes(self) -> Sequence[NodeResources]:
         return await self._own.nodes()

@@ -61,38 +61,48 @@ class KubernetesActuator:
     def __init__(self, state: StateDir, models: Iterable[ModelSpec] = (), term: int = 0) -> None:
         self._api = WorkloadClient(deployment_id(state), term)
         self._term_begun = False
-        self._models = {spec.name: spec for spec in models if _service(spec) is not None and spec.is_scaled}
+        self._models: dict[str, ModelSpec] = {}
         self._services: dict[str, KubernetesService] = {}
         # A workload of each kind in each place, by the API server and the path of all of them.
         self._known: dict[tuple[str, str], KubernetesWorkload] = {}
-        for spec in self._models.values():
-            self._note(spec)
+        self._last = LayerCache(self._ask)
+        self.declare(models)
         self._found: dict[LayerKey, _Found] = {}
         self._pods: dict[LayerKey, LayerPods] = {}
         self._ordered: set[str] = set()
-        self._last = LayerCache(self._ask)
-        # Failed questions in a row, and when the next one is due.
-        self._failures, self._retry_at = 0, 0.0
+        # Failed questions in a row, the last error, and when the next one is due.
+        self._failures, self._failed, self._retry_at = 0, "", 0.0
         self._warned: set[str] = set()
+
+    def declare(self, models: Iterable[ModelSpec]) -> None:
+        """The models of the deployment. After the first answer workloads are found by their annotations."""
+        if self._last.value is not None:
+            return
+        self._models = {spec.name: spec for spec in models if _service(spec) is not None and spec.is_scaled}
+        self._services, self._known = {}, {}
+        for spec in self._models.values():
+            self._note(spec)
+        self._retry_at = 0.0
 
     async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         """The layers as of the last answer: they stay while the API server does not answer.
 
         Raises :class:`policy.errors.ActuatorFailed` before the first one.
         """
-        now = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
         held = self._last.value
-        if held is None or now >= self._retry_at:
+        if clock() >= self._retry_at:
             try:
                 held = await self._last.get()
                 self._failures = 0
             except ActuatorFailed as error:
-                self._failures += 1
-                self._retry_at = now + ASK.delay_s(self._failures)
-                if held is None:
-                    raise
-                if self._failures == 1:
+                self._failures, self._failed = self._failures + 1, str(error)
+                # From now on: one that does not answer took seconds, in which nothing else was scaled.
+                self._retry_at = clock() + ASK.delay_s(self._failures)
+                if self._failures == 1 and held is not None:
                     log.warning("%s", error)
+        if held is None:
+            raise ActuatorFailed(self._failed)
         return {key: self._with_waits(key, each) for key, each in held.items()}
 
     async def nodes(self) -> Sequence[NodeResources]:

@@ -87,6 +87,9 @@ class LocalActuator:
         self._records: dict[LayerKey, LayerRecord] = {
             record.key: record for record in state.load(self._path, list[LayerRecord]) or []
         }
+        self._unsaved = False
+        # Layers of a predecessor that were not looked at yet.
+        self._found = set(self._records)
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lock = asyncio.Lock()
 
@@ -174,13 +177,15 @@ class LocalActuator:
         for pid in [pid for pid, child in self._children.items() if child.returncode is not None]:
             del self._children[pid]
         living = tuple(p for p in record.processes if find(p.pid, p.created) is not None)
-        died = sum(not p.leaving for p in record.processes) - sum(not p.leaving for p in living)
-        if len(living) != len(record.processes):
-            failures = record.failures + died
-            delay = BACKOFF.delay_s(failures) if died else 0.0
-            record = msgspec.structs.replace(
-                record, processes=living, failures=failures, retry_at=self._wall() + delay
-            )
+        died = sum(not p.leaving for p in record.processes) > sum(not p.leaving for p in living)
+        record = msgspec.structs.replace(record, processes=living)
+        # What ended before this process began, as in a power cut, is no failure of a start; and what ended
+        # together, as by a fault of a GPU driver, is one.
+        if died and key not in self._found:
+            failures = record.failures + 1
+            retry_at = self._wall() + BACKOFF.delay_s(failures)
+            record = msgspec.structs.replace(record, failures=failures, retry_at=retry_at)
+        self._found.discard(key)
         if record.deleted and not record.processes:
             del self._records[key]
             self._save()
@@ -249,19 +254,27 @@ class LocalActuator:
         self._children[child.pid] = child
         process = HostProcess(pid=child.pid, created=created, replica=replica, gpus=gpus)
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
-        self._put(record)
-        assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(HostProcessSpec(spec=spec, replica=replica)) + b"\n")
-        child.stdin.close()
+        try:
+            self._put(record)
+            assert child.stdin is not None
+            child.stdin.write(msgspec.json.encode(HostProcessSpec(spec=spec, replica=replica)) + b"\n")
+            child.stdin.close()
+        except BaseException:
+            # It would wait for its specification, and no later controller could find it.
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            raise
         return record
 
     def _put(self, record: LayerRecord) -> None:
-        if self._records.get(record.key) != record:
+        if self._records.get(record.key) != record or self._unsaved:
             self._records[record.key] = record
             self._save()
 
     def _save(self) -> None:
+        self._unsaved = True
         self._state.save(self._path, list(self._records.values()))
+        self._unsaved = False
 
 
 def _visible(gpus: GpuGrant) -> dict[str, str]:

@@ -86,6 +86,11 @@ class Pod(msgspec.Struct):
         """Whether its containers ended for good, as those of an evicted pod, which stays for a while."""
         return self.status.phase in ("Failed", "Succeeded")
 
+    @property
+    def restarts(self) -> int:
+        """How often its containers were started again, in all its life."""
+        return sum(each.restart_count for each in self.status.container_statuses)
+
     def condition(self, name: str) -> _Condition | None:
         """The condition of this type, if there is one."""
         return next((each for each in self.status.conditions if each.type == name), None)
@@ -119,6 +124,8 @@ class LayerPods:
         self._loads: dict[str, ReplicaLoad] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._reported: dict[str, Replica] = {}
+        # The restarts of each pod when it was last ready.
+        self._proven: dict[str, int] = {}
 
     @property
     def pods(self) -> list[Pod]:
@@ -147,6 +154,8 @@ class LayerPods:
         # None waits for another one that does not answer: heartbeats must go on.
         for name in ready - self._reading.keys():
             self._reading[name] = asyncio.create_task(self._read_load(client, pods[name]))
+        self._proven = {name: count for name, count in self._proven.items() if name in pods}
+        self._proven |= {name: pods[name].restarts for name in ready}
         found = {name: self._replica(pod) for name, pod in pods.items()}
         ended = [
             msgspec.structs.replace(each, state=ReplicaPhase.STOPPED)
@@ -167,7 +176,6 @@ class LayerPods:
     def _replica(self, pod: Pod) -> Replica:
         phase = _phase(pod)
         statuses = pod.status.container_statuses
-        failures = sum(each.restart_count for each in statuses)
         reasons = [each.state.waiting for each in statuses if each.state.waiting is not None]
         waiting = next((each.message or each.reason for each in reasons), "")
         starting = phase is ReplicaPhase.STARTING
@@ -180,9 +188,10 @@ class LayerPods:
             load=self._loads.get(pod.id) or ReplicaLoad(at=time.time()),
             node=pod.spec.node_name,
             adapters=adapters_of(pod.metadata),
-            incarnation=failures,
+            incarnation=pod.restarts,
             start_s=_start_s(pod) if phase is ReplicaPhase.READY else None,
-            failures=failures if starting else 0,
+            # A pod that was ready and is not for a moment has not failed to start, however old its restarts.
+            failures=max(0, pod.restarts - self._proven.get(pod.id, 0)) if starting else 0,
             reason=(waiting or pod.unplaced) if starting else "",
         )
 

@@ -149,6 +149,9 @@ class SharedGpuActuator:
             )
         elif key.shape in record.wanted:
             return
+        if there:
+            await self._start(record.key)
+            record = self._records[record.key]
         self._put(
             msgspec.structs.replace(
                 record,
@@ -156,10 +159,8 @@ class SharedGpuActuator:
                 digests=record.digests | {key.shape: digest},
             )
         )
-        await self._free(record.key)
-        if there:
-            await self._inner.scale(record.key, 1)
-        else:
+        if not there:
+            await self._free(record.key)
             await self._inner.deploy(record.key, model, weights, record.digests[record.plan.shape], 1)
 
     async def scale(self, key: LayerKey, count: int) -> None:
@@ -171,13 +172,13 @@ class SharedGpuActuator:
             return
         if key.shape not in record.wanted or record.key not in await self._inner.layers():
             raise ActuatorFailed(f"there is no layer {key} to scale")
+        if count:
+            await self._start(record.key)
+            record = self._records[record.key]
         if not record.wanted[key.shape]:
             # Wanted anew: earlier failures do not count.
             self._failed = {engine for engine in self._failed if engine.layer != key}
         self._put(msgspec.structs.replace(record, wanted=record.wanted | {key.shape: count}))
-        if count:
-            await self._free(record.key)
-            await self._inner.scale(record.key, 1)
 
     async def kill(self, key: LayerKey, replica: str) -> None:
         record = self._of(key)
@@ -208,6 +209,11 @@ class SharedGpuActuator:
         self._records.pop(key, None)
         self._save()
 
+    async def _start(self, key: LayerKey) -> None:
+        """Give a group its GPUs, before an engine of it is wanted: else it would not be tried again."""
+        await self._free(key)
+        await self._inner.scale(key, 1)
+
     async def _free(self, key: LayerKey) -> None:
         """Free the GPUs of groups of other revisions that are all asleep, for ``key``."""
         idle = [
@@ -231,8 +237,14 @@ class SharedGpuActuator:
         return None
 
     def _put(self, record: GroupRecord) -> None:
-        self._records[record.key] = record
-        self._save()
+        before = self._records
+        self._records = before | {record.key: record}
+        try:
+            self._save()
+        except BaseException:
+            # It is tried again as long as it does not seem to be done.
+            self._records = before
+            raise
 
     def _save(self) -> None:
         self._state.save(self._state.gpu_groups_path, list(self._records.values()))

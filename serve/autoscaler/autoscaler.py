@@ -230,7 +230,7 @@ class Autoscaler:
         memories = self._kept.memories | {name: memory for name, (_, memory) in decided.items()}
         policies = self._kept.policies | made.policies
         # Models that were removed are forgotten.
-        known = self.targets.names()
+        known = self.targets.stored
         kept = AutoscalerState(
             memories={name: memory for name, memory in memories.items() if name in known},
             policies={name: chosen for name, chosen in policies.items() if name in known},

@@ -19,13 +19,14 @@ from msgspec.structs import replace
 from policy.config.deployment import Deployment, ModelSpec
 from policy.config.engine_revision import digest
 from policy.deployment_file.parse import parse
-from policy.errors import SwitchRefused, TargetError, TidegateError, Unreachable
+from policy.errors import ActuatorFailed, SwitchRefused, TargetError, TidegateError, Unreachable
 from policy.scaling.decision_types import ModeOverride
 from policy.scaling.reconcile_steps import Layer, LayerKey, reached, verdict
 from policy.signals.aggregator import SignalAggregator
 from policy.types import FleetSnapshot, Replica, ReplicaPhase
 from policy.wire.controller_reports import GatewayReport, GpuReport, ReportAnswer
 from policy.wire.heartbeat import Heartbeat, HeartbeatResponse, Timeouts
+from serve.actuator.by_engine import ActuatorByEngine
 from serve.actuator.interface import Actuator, ActuatorLayer
 from serve.actuator.placement_feasibility import check_placeable
 from serve.actuator.shared_gpu_actuator import SharedGpuActuator
@@ -38,7 +39,7 @@ from serve.autoscaler.step_report_subscribers import StepLine, StepSubscribers
 from serve.change_audit import ChangeAudit
 from serve.controller.live_page_state import GatewayWorkerDetails, LiveState, live_state
 from serve.controller.metrics import ControllerMetrics
-from serve.controller.model_status import fleet_models, model_status
+from serve.controller.model_status import fleet_models, model_status, unknown_status
 from serve.controller.replica_liveness_probe import probe_silent
 from serve.controller_api_schema import ControllerStatus, ModelStatus
 from serve.host.weight_verification import WeightsResolver
@@ -78,9 +79,11 @@ class Controller:
         wall: Callable[[], float],
         monotonic: Callable[[], float],
         term: int = 0,
+        by_engine: ActuatorByEngine | None = None,
     ) -> None:
-        """``term`` is that of an elected controller."""
+        """``term`` is that of an elected controller; ``by_engine`` knows which part of ``actuator`` fails."""
         self._term = term
+        self._by_engine = by_engine
         self._listen_s = ELECTED_LISTEN_S if term else LISTEN_S
         self._state = state
         self._pid = pid
@@ -93,6 +96,8 @@ class Controller:
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._failures = ModelFailures(self._event)
         self._targets = ModelTargets(state, self._event)
+        # Models whose targets are not in force, as it is not known what runs of them.
+        self._unrestored: dict[str, ModelSpec] = {}
         self.audit = ChangeAudit(state, wall)
         self.registry = ReplicaRegistry(self._epoch, term)
         self.aggregator = SignalAggregator()
@@ -151,7 +156,10 @@ class Controller:
             actuator=self._actuator.name,
             epoch=self._epoch,
             pid=self._pid,
-            models=tuple(self._model_status(name) for name in self._targets.names()),
+            models=(
+                *(self._model_status(name) for name in self._targets.names()),
+                *(unknown_status(each, self._failures.note(each.name)) for each in self._unrestored.values()),
+            ),
             events=tuple(self._events),
         )
 
@@ -277,10 +285,25 @@ class Controller:
         """
         deployment = parse(document)
         policies = self.prepare(document) if policies is None else policies
-        targets = {spec.name: self._adopted(spec, deployment) for spec in wanted_models(deployment)}
+        wanted = {spec.name: spec for spec in wanted_models(deployment)}
+        known = self._targets.names()
+        unknown = {
+            name: spec
+            for name, spec in wanted.items()
+            if name in self._unrestored or (name not in known and self._layer_failure(spec))
+        }
+        targets = {
+            name: self._adopted(spec, deployment) for name, spec in wanted.items() if name not in unknown
+        }
         self._state.save(self._state.deployment_path, document)
         self.autoscaler.adopt(policies)
         self._deployment = deployment
+        for name in self._unrestored.keys() - wanted.keys() - self._targets.stored:
+            del self._unrestored[name]
+            self._failures.forget(name)
+        self._unrestored |= unknown
+        if self._by_engine is not None:
+            self._by_engine.declare(deployment.models)
         for name, target in targets.items():
             # Failed modes are tried again: the cause may be fixed. A running switch keeps its note.
             note = "" if target.settled else target.note
@@ -325,29 +348,55 @@ class Controller:
         """Restore counts and revisions from the actuator's layers."""
         self._observed.held = await self._layers_once_known()
         await self.autoscaler.restore(self._deployment)
-        now = self.autoscaler.at
-        held = self._observed.held
-        for name in self._targets.names():
-            running = {key.generation for key in held if key.model == name}
-            self._targets.put(name, self._targets.get(name).keep_weights(running))
-        for spec in wanted_models(self._deployment):
-            if spec.name not in self._targets.names():
-                target = found_target(spec, held, now) or first_target(spec, held, now)
-                self._targets.put(spec.name, target)
-            elif digest(spec) != self._targets.get(spec.name).rejected:
-                # A rolled back revision is tried again only when it is applied again.
-                with self._failures.recorded(spec.name, "restoring the target"):
-                    try:
-                        self._set_target(spec.name, self._adopted(spec, self._deployment))
-                    except SwitchRefused as refused:
-                        self._event(str(refused))
+        stored = {name: self._targets.get(name).spec for name in self._targets.names()}
+        for name in stored:
+            self._targets.set_aside(name)
+        self._unrestored = stored | {spec.name: spec for spec in wanted_models(self._deployment)}
+        self._restore()
         self._restored.set()
+
+    def _restore(self) -> None:
+        """Put the targets of models in force of which it is known what runs; the others wait for that."""
+        wanted = {spec.name: spec for spec in wanted_models(self._deployment)}
+        known: list[str] = []
+        for name, spec in tuple(self._unrestored.items()):
+            with self._failures.recorded(name, "restoring the target"):
+                if failure := self._layer_failure(spec):
+                    raise ActuatorFailed(failure)
+                del self._unrestored[name]
+                known.append(name)
+                self._bring_back(name)
+        # After all of them: what one may hold depends on what the others do.
+        for name in known:
+            with self._failures.recorded(name, "restoring the target"):
+                if name in wanted:
+                    self._continue_with(wanted[name])
+        if known and self._restored.is_set():
+            # The replicas of these have not had the time to report yet.
+            self._listen_until = self._monotonic() + self._listen_s
+
+    def _bring_back(self, name: str) -> None:
+        self._targets.bring_back(name)
+        if name in self._targets.names():
+            running = {key.generation for key in self._observed.held if key.model == name}
+            self._targets.put(name, self._targets.get(name).keep_weights(running))
+
+    def _continue_with(self, spec: ModelSpec) -> None:
+        held, now = self._observed.held, self.autoscaler.at
+        if spec.name not in self._targets.names():
+            self._targets.put(spec.name, found_target(spec, held, now) or first_target(spec, held, now))
+        elif digest(spec) != self._targets.get(spec.name).rejected:
+            # A rolled back revision is tried again only when it is applied again.
+            try:
+                self._set_target(spec.name, self._adopted(spec, self._deployment))
+            except SwitchRefused as refused:
+                self._event(str(refused))
 
     async def _layers_once_known(self) -> Mapping[LayerKey, ActuatorLayer]:
         while True:
             try:
                 return await self._actuator.layers()
-            except TidegateError as error:
+            except (TidegateError, OSError) as error:
                 self._event(str(error))
                 await asyncio.sleep(RETRY_S)
 
@@ -356,10 +405,13 @@ class Controller:
         if self._targets.unsaved:
             self._targets.save()
         self._observed.held = await self._actuator.layers()
+        self._restore()
         if self._has_listened():
             await self.autoscaler.tick(self._deployment)
             for name in self._targets.names():
                 with self._failures.recorded(name, "control step"):
+                    if failure := self._layer_failure(self._targets.get(name).spec):
+                        raise ActuatorFailed(failure)
                     await self._tick_model(name)
         models = fleet_models(self._targets, self._observed, self._failures, self.autoscaler.at)
         self.registry.set_models(models)
@@ -387,7 +439,12 @@ class Controller:
             extra = self._replacement.step(target, lambda: self.autoscaler.has_room(target, self._deployment))
             model = self._observed.model(target, self._deployment.budget)
             closing = self._observed.closes_s(target, self.autoscaler.at) > 0
-            counts = model._replace(closing=closing).rollout(extra).step()
+            rollout = model._replace(closing=closing).rollout(extra)
+            counts = rollout.step()
+            if target.ends_at is not None and not closing and rollout.keeps_others(counts):
+                # Not all of them drain now, as room has come free: those that stay serve on.
+                target = replace(target, ends_at=None)
+                self._targets.put(name, target)
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, layers)
@@ -460,11 +517,20 @@ class Controller:
             return replace(adopting, gap=target.gap, ends_at=target.ends_at)
         return self._observed.planned(adopting, deployment)
 
+    def _layer_failure(self, spec: ModelSpec) -> str:
+        """Why it is not known what runs of a model; empty if it is."""
+        return "" if self._by_engine is None else self._by_engine.failure(spec)
+
     def _deployed(self, model: str) -> bool:
         return any(spec.name == model for spec in wanted_models(self._deployment))
 
     def _target(self, model: str) -> ModelTarget:
-        """The target of a model; raises :class:`TargetError` for one that is unknown or being removed."""
+        """The target of a model; raises :class:`TargetError` for one that is unknown or being removed.
+
+        Raises :class:`Unreachable` while it is not known what runs of it.
+        """
+        if (spec := self._unrestored.get(model)) is not None:
+            raise Unreachable(f"{model}: {self._layer_failure(spec)}; try again")
         target = self._targets.get(model)
         if not self._deployed(model):
             raise TargetError(f"{model} is no longer in the deployment; its replicas drain")

@@ -74,6 +74,8 @@ class ControllerMetrics:
         self._put("controller_tick_seconds", self._tick_s)
         for name in self.targets.names():
             self._model(self.targets.get(name))
+        for name in self.failures.models.difference(self.targets.names()):
+            self._put("control_failing", True, name)
         self._decisions()
         self._resources()
         self._replicas()

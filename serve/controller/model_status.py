@@ -57,6 +57,15 @@ def model_status(
     )
 
 
+def unknown_status(spec: ModelSpec, note: str) -> ModelStatus:
+    """The status of a model of which it is not known what runs; ``note`` says why."""
+    shape = spec.modes[spec.first_mode].shape
+    return ModelStatus(
+        name=spec.name, engine=str(spec.engine), mode=spec.first_mode, shape=shape, generation=0,
+        target=0, ready=0, phase="unknown", note=note,
+    )  # fmt: skip
+
+
 def fleet_models(
     targets: ModelTargets, observed: ObservedState, failures: ModelFailures, at: float
 ) -> Iterator[Model]:

@@ -54,10 +54,11 @@ def parts_of(
     """A controller that leads in ``term``, over ``own`` for the replicas that Tidegate starts."""
     models = parse(state.load(state.deployment_path, dict[str, object])).models
     workloads = KubernetesActuator(state, models, term)
-    actuator = fenced(ActuatorByEngine(own, workloads))
+    by_engine = ActuatorByEngine(own, workloads)
+    actuator = fenced(by_engine)
     controller = Controller(
         actuator, state, os.getpid(), partial(open_adapters, state),
-        wall=time.time, monotonic=time.monotonic, term=term,
+        wall=time.time, monotonic=time.monotonic, term=term, by_engine=by_engine,
     )  # fmt: skip
     return ControllerParts(controller, actuator, workloads)
 

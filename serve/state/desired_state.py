@@ -80,8 +80,9 @@ class ModelTarget(msgspec.Struct, frozen=True, kw_only=True):
     for operators. ``rejected`` is the digest of the configuration that was
     rolled back last, ``specs`` the configuration of each generation in use, its shapes as its layers are
     built, and ``weights`` those of each generation. ``set_mode`` and ``set_count`` are manual overrides,
-    ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet. In
-    a switch with a ``gap`` other layers serve what ends before the longest request; all ends at ``ends_at``.
+    ``barred`` the modes that failed, ``promise`` the predicted gain of a switch that is not reviewed yet. A
+    switch with a ``gap`` goes below ``min_healthy``; where none stays, other layers serve what ends before
+    the longest request, and all ends at ``ends_at``.
     """
 
     aim: DesiredMode
@@ -259,6 +260,7 @@ class ModelTargets:
         self._event = event
         self._path = state.targets_path
         self._all = self._read()
+        self._aside: dict[str, ModelTarget] = {}
         self.unsaved = False
 
     def _read(self) -> dict[str, ModelTarget]:
@@ -284,6 +286,20 @@ class ModelTargets:
                 f"no model is called {model!r}; this deployment has {', '.join(self._all)}"
             ) from None
 
+    @property
+    def stored(self) -> frozenset[str]:
+        """The models that have a target, in force or set aside."""
+        return frozenset(self._all) | frozenset(self._aside)
+
+    def set_aside(self, model: str) -> None:
+        """Keep the target of ``model`` stored, but not in force, until :meth:`bring_back`."""
+        self._aside[model] = self._all.pop(model)
+
+    def bring_back(self, model: str) -> None:
+        """Put the target of ``model`` in force again, if it was set aside."""
+        if (target := self._aside.pop(model, None)) is not None:
+            self._all[model] = target
+
     def put(self, model: str, target: ModelTarget) -> None:
         """Set and save."""
         self._all[model] = target
@@ -297,7 +313,7 @@ class ModelTargets:
     def save(self) -> None:
         """Write all; a failure is reported once. Raises :class:`policy.errors.NotLeader`."""
         try:
-            self._state.save(self._path, self._all)
+            self._state.save(self._path, self._all | self._aside)
             self.unsaved = False
         except NotLeader:
             raise

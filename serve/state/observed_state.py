@@ -158,7 +158,7 @@ class ObservedState:
         )
 
     def planned(self, proposed: ModelTarget, deployment: Deployment) -> ModelTarget:
-        """``proposed`` with what its switch takes: a moment without replicas, which the queue can hold.
+        """``proposed`` with what its switch takes: a moment with too few replicas, which the queue can hold.
 
         Raises :class:`policy.errors.SwitchRefused` when the queue cannot.
         """
@@ -168,7 +168,9 @@ class ObservedState:
         most_s = proposed.spec.control.mode.drain_timeout_s
         drain_s = min(self.drain_s(proposed.spec.name), most_s)
         gap = model.check_gap(start_s, drain_s, deployment.gateway.queue_timeout_s)
-        return replace(proposed, gap=gap, ends_at=proposed.since + most_s if gap else None)
+        # Where some serve throughout, none has to be closed before the others drain.
+        closes = gap and model.rollout().stops()
+        return replace(proposed, gap=gap, ends_at=proposed.since + most_s if closes else None)
 
     def closes_s(self, target: ModelTarget, at: float) -> float:
         """In how many seconds the replicas of other layers drain for ``target``; 0 if they may at once.

@@ -48,6 +48,11 @@ class ModelFailures:
         else:
             self._failed.pop((model, part), None)
 
+    @property
+    def models(self) -> frozenset[str]:
+        """The models for which something fails."""
+        return frozenset(model for model, _ in self._failed)
+
     def note(self, model: str) -> str:
         """What fails for ``model``, or an empty string."""
         failed = self._failed.items()

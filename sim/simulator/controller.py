@@ -153,8 +153,13 @@ class SimulatedController:
                     continue
             elif here is None and not course.count:
                 course.settled = True
-            model = self._observed(course)._replace(closing=self._close(course, at))
-            for key, count in model.rollout().step().items():
+            closing = self._close(course, at)
+            rollout = self._observed(course)._replace(closing=closing).rollout()
+            counts = rollout.step()
+            if course.fleet.ends_at < math.inf and not closing and rollout.keeps_others(counts):
+                course.fleet.ends_at = math.inf
+                self._close(course, at)
+            for key, count in counts.items():
                 before = layers[key].wanted if key in layers else 0
                 if before != count:
                     course.fleet.scale(key, count, at)
@@ -184,7 +189,7 @@ class SimulatedController:
         except SwitchRefused:
             return False
         course.mode, course.gap = decision.mode, gap
-        course.fleet.ends_at = at + most_s if gap else math.inf
+        course.fleet.ends_at = at + most_s if gap and proposed.rollout().stops() else math.inf
         return True
 
     def _observed(self, course: SwitchCourse) -> ObservedModel:

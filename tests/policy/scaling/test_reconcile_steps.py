@@ -358,6 +358,15 @@ def test_a_large_replica_over_all_gpus_needs_a_gap(gpus: int | None, min_healthy
     assert RolloutPlanner(goal, layers, gpu_shapes(8, 1), total(ResourceBudget(gpus=gpus))).needs_gap() is gap
 
 
+@pytest.mark.parametrize(("key", "count", "stops"), [(NEW_SMALL, 2, False), (LARGE, 1, True)])
+def test_a_gap_stops_all_only_if_none_can_stay(key: LayerKey, count: int, stops: bool) -> None:
+    goal = RolloutGoal(key=key, count=count, min_healthy=min(2, count), gap=True)
+    layers = {SMALL: Layer(wanted=2, ready=2)}
+    rollout = RolloutPlanner(goal, layers, gpu_shapes(8, 4), total(ResourceBudget(gpus=8)))
+    assert (rollout.needs_gap(), rollout.stops()) == (True, stops)
+    assert rollout.keeps_others(rollout.step()) is not stops
+
+
 def test_replacing_failing_replicas_needs_no_gap() -> None:
     new = LayerKey("m", "large", 2)
     layers = {LARGE: Layer(wanted=1, starting=1, failures=2)}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from policy.errors import ActuatorFailed, ConfigError, NotLeader
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
-from serve.actuator.by_engine import ActuatorByEngine
 from serve.actuator.interface import deployment_id
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.actuator.workload_objects import ANNOTATION, LABEL, KubernetesWorkload, WorkloadClient
-from serve.controller.controller import Controller
 from store.kubernetes.api_server import ObjectMetadata
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import Exchange
@@ -34,9 +30,8 @@ from tests.kubernetes_api import (
     KubernetesApi,
     merged,
 )
-from tests.serve.fake_adapter_store import FakeAdapterStore
-from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
-from tests.serve.sim_documents import deployment, document, external_model, sim_model
+from tests.serve.actuator.external_models import controlling, eventually
+from tests.serve.sim_documents import deployment, external_model, sim_model
 
 SMALL, LARGE = LayerKey("m", "small", 1), LayerKey("m", "large", 1)
 METRICS = b"""vllm:num_requests_running{engine="0"} 3.0
@@ -61,37 +56,6 @@ async def api() -> AsyncIterator[KubernetesApi]:
 @pytest.fixture
 def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path / "state").ensure()
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def controlling(state: StateDir, *models: dict[str, Any]) -> AsyncIterator[Controller]:
-    """A controller of these models; those that Tidegate starts run in memory."""
-    written = document(*models)
-    state.save(state.deployment_path, written)
-    workloads = KubernetesActuator(state, deployment(*models).models)
-    cluster = MemoryCluster(lambda replica: controller.beat(Heartbeat(replica=replica)))
-    controller = Controller(
-        ActuatorByEngine(MemoryActuator(cluster), workloads), state, 1, lambda: FakeAdapterStore(state.root),
-        wall=time.time, monotonic=time.monotonic,
-    )  # fmt: skip
-    tasks = [
-        asyncio.create_task(work)
-        for work in (workloads.report(controller.beat, every_s=0.02), controller.run())
-    ]
-    try:
-        await controller.wait_until_restored()
-        yield controller
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await workloads.close()
 
 
 def counts(api: KubernetesApi) -> tuple[int, int]:
@@ -188,6 +152,38 @@ async def test_what_pods_report(api: KubernetesApi, state: StateDir) -> None:
     reporting.cancel()
     await actuator.close()
     await server.stop()
+
+
+async def test_restarts_before_a_pod_was_ready_are_no_failures_after_it(
+    api: KubernetesApi, state: StateDir
+) -> None:
+    """A probe that fails once, of a pod that is long in service, must not keep its model from scaling up."""
+    api.slow = True
+    (spec,) = deployment(external_model(api.url)).models
+    actuator = KubernetesActuator(state, [spec])
+    seen: list[tuple[ReplicaPhase, int, int]] = []
+
+    def take(beat: Heartbeat) -> None:
+        replica = beat.replica
+        if (now := (replica.state, replica.incarnation, replica.failures)) not in seen[-1:]:
+            seen.append(now)
+
+    reporting = asyncio.create_task(actuator.report(take, every_s=0.02))
+    await actuator.deploy(SMALL, spec, None, "d", 1)
+    await eventually(lambda: bool(seen))
+    for ready, restarts in ((False, 3), (True, 3), (False, 3), (True, 3), (False, 4), (False, 5), (True, 5)):
+        before = len(seen)
+        conditions = [{"type": "Ready", "status": str(ready)}]
+        status = {"conditions": conditions, "containerStatuses": [{"restartCount": restarts}]}
+        api.change(PODS, "small-0", {**api.of(PODS, "small-0"), "status": status})
+        await eventually(lambda before=before: len(seen) > before)
+    starting, serving = ReplicaPhase.STARTING, ReplicaPhase.READY
+    assert seen[1:] == [
+        (starting, 3, 3), (serving, 3, 0), (starting, 3, 0), (serving, 3, 0),
+        (starting, 4, 1), (starting, 5, 2), (serving, 5, 0),
+    ]  # fmt: skip
+    reporting.cancel()
+    await actuator.close()
 
 
 async def test_failures_name_their_cause_and_keep_the_layers(api: KubernetesApi, state: StateDir) -> None:

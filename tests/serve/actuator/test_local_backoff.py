@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +17,22 @@ from policy.config.deployment import Cluster
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator.interface import ActuatorLayer
 from serve.actuator.local import LayerRecord, LocalActuator
+from store.os_process import find
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment
 
 KEY = LayerKey("m", "small", 1)
+
+
+class Disk(StateDir):
+    """A state directory that has no room for a host while it is ``full``."""
+
+    full = False
+
+    def save(self, path: Path, value: Any) -> None:
+        if self.full and any(record.processes for record in value):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().save(path, value)
 
 
 class Site:
@@ -27,12 +43,17 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.ahead_s = 0.0
-        self._state = StateDir(folder).ensure()
+        self.disk = Disk(folder)
         self._program = folder / "host"
         self.command("false")
+        self.restart()
+
+    def restart(self) -> None:
+        """As a controller that starts does."""
         self.actuator = LocalActuator(
-            self._state, Cluster(controller="127.0.0.1:1"), interpreter=str(self._program), wall=self.now
-        )
+            self.disk.ensure(), Cluster(controller="127.0.0.1:1"),
+            interpreter=str(self._program), wall=self.now,
+        )  # fmt: skip
 
     def now(self) -> float:
         return time.time() + self.ahead_s
@@ -47,7 +68,7 @@ class Site:
     @property
     def record(self) -> LayerRecord:
         """What a controller that starts now would find."""
-        (found,) = self._state.load(self._state.hosts_path, list[LayerRecord]) or []
+        (found,) = self.disk.load(self.disk.hosts_path, list[LayerRecord]) or []
         return found
 
     async def layer(self) -> ActuatorLayer:
@@ -126,3 +147,85 @@ async def test_a_stable_host_resets_the_failures(site: Site) -> None:
     assert (await site.layer()).trouble != ""
     site.ahead_s += 60
     assert (await site.layer()).trouble == ""
+
+
+async def kill_all(site: Site) -> None:
+    """Kill the hosts at once, and wait until they have ended."""
+    running = site.record.processes
+    for process in running:
+        os.kill(process.pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while any(find(process.pid, process.created) for process in running):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.001)
+
+
+async def start(site: Site, count: int) -> None:
+    site.command("sleep 600")
+    await site.actuator.deploy(KEY, deployment().models[0], None, "d", count)
+    assert len(site.record.processes) == count
+
+
+async def test_hosts_that_end_together_are_one_failure(site: Site) -> None:
+    await start(site, 4)
+    await kill_all(site)
+    assert (await site.layer()).trouble == ""
+    assert site.record.failures == 1
+
+
+async def test_hosts_that_ended_before_a_controller_began_are_no_failures(site: Site) -> None:
+    await start(site, 4)
+    await kill_all(site)
+    await site.actuator.close()
+    site.restart()
+    held = await site.layer()
+    assert (held.trouble, held.retry_at, site.record.failures) == ("", None, 0)
+    assert len(site.record.processes) == 4
+
+
+async def test_a_host_that_leaves_does_not_end_the_backoff(site: Site) -> None:
+    await start(site, 2)
+    staying, leaving = site.record.processes
+    os.kill(leaving.pid, signal.SIGSTOP)
+    await site.actuator.scale(KEY, 1)
+    site.command("false")
+    os.kill(staying.pid, signal.SIGKILL)
+    while not site.record.failures:
+        await site.layer()
+        await asyncio.sleep(0.001)
+    again_at = site.record.retry_at
+    os.kill(leaving.pid, signal.SIGCONT)
+    while leaving.pid in {process.pid for process in site.record.processes}:
+        await site.layer()
+        await asyncio.sleep(0.001)
+    assert site.record.retry_at >= again_at
+
+
+async def test_a_host_that_cannot_be_recorded_is_ended_and_started_again(site: Site) -> None:
+    """Without its specification it would wait for ever, and no later controller would find it."""
+    site.disk.full = True
+    with pytest.raises(OSError, match="No space left"):
+        await start(site, 1)
+    assert site.record.processes == ()
+    site.disk.full = False
+    while not site.record.failures:
+        await site.layer()
+        await asyncio.sleep(0.001)
+    assert site.record.processes == ()
+    site.past(site.record.retry_at)
+    await site.layer()
+    assert len(site.record.processes) == 1
+
+
+async def test_what_could_not_be_saved_is_saved_later(site: Site) -> None:
+    await start(site, 2)
+    os.kill(site.record.processes[0].pid, signal.SIGKILL)
+    while not site.record.failures:
+        await site.layer()
+        await asyncio.sleep(0.001)
+    site.disk.full = True
+    with pytest.raises(OSError, match="No space left"):
+        await site.actuator.scale(KEY, 3)
+    assert site.record.wanted == 2
+    site.disk.full = False
+    await site.layer()
+    assert site.record.wanted == 3

@@ -129,6 +129,54 @@ async def test_gap_within_the_queue_timeout_is_accepted(plane: Plane) -> None:
     assert plane.counts() == {SMALL: 2}
 
 
+def pairs(budget: int, seed: int = 0) -> dict[str, Any]:
+    """Two replicas of two GPUs each, both of which should serve."""
+    model = sim_model(
+        sim={"profile": "sim-small", "seed": seed},
+        shapes={"small": {"gpus": 2, "tensor_parallel": 2}},
+        modes={"multi-replica": {"shape": "small", "replicas": 2}},
+    )
+    model["control"] = {**model["control"], "assumed_start_s": 1, "scale": {"min_healthy": 2}}
+    return document(model, budget={"gpus": budget})
+
+
+async def test_replicas_that_stay_during_a_gap_go_on_serving(plane: Plane) -> None:
+    """Too few are ready in either case; half of them are better than none."""
+    await plane.ready(pairs(4))
+    plane.cluster.slow = True
+    plane.controller.apply(pairs(4, seed=7))
+    seen: list[tuple[int, int]] = []
+    while plane.counts() != {NEW_SMALL: 2}:
+        await plane.ticks(3)
+        (model,) = plane.controller.fleet().models
+        assert model.closes_s is None
+        ready = plane.counts(READY)
+        seen.append((ready.get(SMALL, 0), ready.get(NEW_SMALL, 0)))
+        plane.cluster.drained()
+        plane.cluster.ready()
+    assert list(dict.fromkeys(seen)) == [(1, 0), (0, 1)]
+
+
+async def test_replicas_serve_on_if_room_comes_free_before_a_gap(plane: Plane) -> None:
+    def written(budget: int, seed: int) -> dict[str, Any]:
+        found = pairs(budget, seed)
+        found["models"][0]["modes"]["multi-replica"]["replicas"] = 1
+        return found
+
+    await plane.ready(written(2, 0))
+    plane.cluster.slow = True
+    plane.controller.apply(written(2, 7))
+    assert plane.target().ends_at is not None
+    plane.controller.apply(written(4, 7))
+    await plane.ticks(3)
+    (model,) = plane.controller.fleet().models
+    assert (plane.counts(READY), model.closes_s) == ({SMALL: 1}, None)
+    plane.cluster.ready()
+    await plane.ticks(3)
+    plane.cluster.drained()
+    assert plane.counts() == {NEW_SMALL: 1}
+
+
 async def test_generation_with_too_long_a_gap_is_refused(plane: Plane) -> None:
     await plane.ready(gpus() | {"gateway": {"queue_timeout_s": 0.5}})
     changed = gpus(gateway={"queue_timeout_s": 0.5})

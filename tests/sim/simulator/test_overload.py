@@ -98,14 +98,13 @@ def test_a_tenant_over_its_share_barely_delays_another_tenant(
     assert np.nanquantile(beside, 0.95) <= most * np.quantile(alone.ttft_s, 0.95)
 
 
-@pytest.mark.parametrize("seed", [2, 3])
-def test_a_switch_by_halves_refuses_nothing_that_is_served_in_time(seed: int) -> None:
-    """While a long stream drains, few requests begin: that is over before any of them is late."""
+def switched(seed: int, *, wake_s: float, **scale: int) -> RequestColumns:
+    """A switch by halves from two replicas of four GPUs to eight, while a long stream runs."""
     modes = {"tp4": (4, 2), "tp1": (1, 8)}
     model = {
         "name": "m",
         "engine": "sim",
-        "sim": {"profile": "h100-8b", "speed": 0.1, "wake_s": 1},
+        "sim": {"profile": "h100-8b", "speed": 0.1, "wake_s": wake_s},
         "shapes": {
             mode: {"gpus": gpus, "tensor_parallel": gpus, "max_in_flight": 4}
             for mode, (gpus, _) in modes.items()
@@ -115,6 +114,7 @@ def test_a_switch_by_halves_refuses_nothing_that_is_served_in_time(seed: int) ->
             "tick_s": 1,
             "slo": {"itl_p95_s": 0.045},
             "mode": {"confirm_s": 5, "dwell_s": 60, "drain_timeout_s": 150},
+            "scale": scale,
         },
     }
     document = parse({"models": [model], "budget": {"gpus": 8}, "gateway": {"queue_timeout_s": 300}})
@@ -127,4 +127,17 @@ def test_a_switch_by_halves_refuses_nothing_that_is_served_in_time(seed: int) ->
     assert [each.mode for _, each in made.decisions if each.mode != each.was_mode][:1] == ["tp1"]
     requests = made.requests["m"]
     assert np.all(requests.outcome == RequestOutcome.SERVED)
-    assert np.max(requests.queued_s) < 60
+    return requests
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_switch_by_halves_refuses_nothing_that_is_served_in_time(seed: int) -> None:
+    """While a long stream drains, few requests begin: that is over before any of them is late."""
+    assert np.max(switched(seed, wake_s=1).queued_s) < 60
+
+
+@pytest.mark.parametrize("min_healthy", [1, 2])
+def test_in_a_switch_by_halves_some_replica_always_takes_requests(min_healthy: int) -> None:
+    """Also where the switch is below ``min_healthy`` for as long as the first new replicas start."""
+    requests = switched(2, wake_s=60, min_healthy=min_healthy)
+    assert np.max(np.diff(np.sort(requests.at + requests.queued_s))) < 10
