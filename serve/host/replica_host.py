@@ -148,7 +148,7 @@ class ReplicaHost:
         self._engine: EngineReport | None = None
         self._preempted = self._preempted_before = 0
         self._gpu_report: GpuReport | None = None
-        self._began = 0.0
+        self._began = self._drain_began = 0.0
         self._ready_at: float | None = None
         self._process: EngineProcess | None = None
         # Why the host cannot go on: an engine process that does not end.
@@ -218,14 +218,16 @@ class ReplicaHost:
         self._task.add_done_callback(self._ended)
 
     async def drain(self, why: str = "draining") -> None:
-        """Refuse new requests at once, and return when none is in flight or after the drain timeout."""
-        if self.replica.state is not ReplicaPhase.READY:
-            return
-        self._become(ReplicaPhase.DRAINING, why)
-        self.command(b"drain")
-        began = time.monotonic()
-        while not self._drained.is_set():
-            left_s = began + self.spec.model.control.mode.drain_timeout_s - time.monotonic()
+        """Refuse new requests at once, and return when none is in flight or after the drain timeout.
+
+        A second call, such as at a SIGTERM while the host leaves, waits for the same drain to end.
+        """
+        if self.replica.state is ReplicaPhase.READY:
+            self._drain_began = time.monotonic()
+            self._become(ReplicaPhase.DRAINING, why)
+            self.command(b"drain")
+        while self.replica.state is ReplicaPhase.DRAINING and not self._drained.is_set():
+            left_s = self._drain_began + self.spec.model.control.mode.drain_timeout_s - time.monotonic()
             if left_s <= 0:
                 return
             # The timeout may change meanwhile.

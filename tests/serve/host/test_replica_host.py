@@ -266,6 +266,38 @@ async def test_draining_ends_at_its_timeout_or_with_its_engine(make: Make, ends_
         assert ends_by == "death" or host.snapshot().load.in_flight == 1
 
 
+@pytest.mark.parametrize("ends_by", ["stream", "deadline"])
+async def test_a_host_that_leaves_and_is_stopped_meanwhile_cuts_no_stream_before_its_timeout(
+    make: Make, ends_by: str
+) -> None:
+    host = make(sim={"profile": "sim-small", "speed": 0.05}, control={"mode": {"drain_timeout_s": 3600.0}})
+    await host.start()
+    async with client(host.snapshot().url) as http:
+        async with http.stream("POST", "/v1/completions", json=prompt(100)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            host.obey(HeartbeatResponse(leave="a GPU failed"))
+            await until(host, lambda r: r.state is ReplicaPhase.DRAINING and r.load.in_flight == 1)
+            # As at a SIGTERM, or when Serve stops the replica.
+            stopping = asyncio.ensure_future(host.drain())
+            await asyncio.wait([stopping], timeout=0.1)
+            assert not stopping.done()
+            assert host.snapshot().reason == "a GPU failed"
+            if ends_by == "deadline":
+                # Both wait for the end of the same drain, which began before the second call.
+                host.obey(HeartbeatResponse(timeouts=timeouts(drain_timeout_s=0.1)))
+                async with asyncio.timeout(WITHIN_S):
+                    await stopping
+                    await host.lost.wait()
+                assert host.snapshot().load.in_flight == 1
+                return
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+    async with asyncio.timeout(WITHIN_S):
+        await stopping
+        await host.lost.wait()
+
+
 async def test_a_running_engine_takes_a_new_progress_timeout(make: Make) -> None:
     # One step takes a minute.
     host = make(sim={"profile": "sim-small", "speed": 0.0005})
