@@ -246,7 +246,7 @@ class Startup:
             try:
                 await self._until("ray", self._head_listens)
                 await self.start_controller()
-            except TidegateError as error:
+            except (TidegateError, OSError) as error:
                 self.progress.emit(
                     ProgressEvent(kind="note", message=f"the controller is not back yet: {error}")
                 )
