@@ -31,7 +31,8 @@ async def _run(assignment: HostProcessSpec) -> int:
     host = host_of(assignment)
     beating = asyncio.create_task(send_heartbeats(host.replicas))
     starting = asyncio.create_task(host.start())
-    starting.add_done_callback(partial(_lose_unstarted, host))
+    for task in (beating, starting):
+        task.add_done_callback(partial(_lose_failed, host))
     living: asyncio.Task[None] | None = None
     ends: set[asyncio.Task[Any]] = {asyncio.create_task(event.wait()) for event in (stopping, host.lost)}
     if assignment.slot is not None:
@@ -51,10 +52,10 @@ async def _run(assignment: HostProcessSpec) -> int:
     return code
 
 
-def _lose_unstarted(host: Host, starting: asyncio.Task[None]) -> None:
-    """Let a host be replaced whose start fails: nothing else would end it."""
-    if not starting.cancelled() and (error := starting.exception()) is not None:
-        log.error("the host cannot be started: %s", error)
+def _lose_failed(host: Host, task: asyncio.Task[None]) -> None:
+    """Let a host be replaced whose start or heartbeats fail: nothing else would end it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the host fails: %s", error)
         host.lost.set()
 
 

@@ -6,6 +6,7 @@ This module is over 400 lines: the life of an engine is one state machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from functools import partial
@@ -182,9 +183,7 @@ class ReplicaHost:
         Orders of a controller that was deposed are refused.
         """
         if orders.term < self._term:
-            self._log.write(
-                line("warning", f"orders of term {orders.term} are refused", {"term": self._term})
-            )
+            self._note("warning", f"orders of term {orders.term} are refused; the term is {self._term}")
             return
         self._term = orders.term
         if orders.leave and self._leaving is None:
@@ -196,6 +195,11 @@ class ReplicaHost:
             self._take(orders.timeouts)
         if orders.gpus is not None:
             self._gpus.ordered(orders.gpus)
+
+    def _note(self, level: str, text: str) -> None:
+        """Add a line to the log; a full disk loses it, as it does the engine's."""
+        with contextlib.suppress(OSError):
+            self._log.write(line(level, text, {}))
 
     def _take(self, timeouts: Timeouts) -> None:
         """Put new timeouts into force, also in the engine that runs."""
@@ -328,7 +332,7 @@ class ReplicaHost:
             if progress.fraction is not None or progress.step not in ("fetch", "verify"):
                 # A download or build, or the wait for another process that does it.
                 loop.call_soon_threadsafe(partial(self.update, start_path=StartPath.COLD))
-            self._log.write(line("info", f"{progress.step}: {progress.message}", {}))
+            self._note("info", f"{progress.step}: {progress.message}")
 
         prepared = await asyncio.to_thread(
             prepare_verified,

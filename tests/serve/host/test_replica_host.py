@@ -28,6 +28,7 @@ from serve.host.weight_verification import ResolvedWeights
 from store.model_weights.prepare import WeightsOrigin
 from store.os_process import MAX_DESCRIPTORS
 from store.progress_report import PreparedWeights, ProgressLine, Report
+from store.state_dir import StateDir
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -154,6 +155,27 @@ async def test_the_first_start_is_cold(make: Make, tmp_path: Path, monkeypatch: 
     # The prepared copy was removed.
     steps.append(ProgressLine(step="extract", message="taking it out"))
     assert await path() is StartPath.COLD
+
+
+async def test_a_full_disk_delays_neither_a_start_nor_the_obedience_to_orders(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def prepare(*_: Any, progress: Report, **__: Any) -> PreparedWeights:
+        progress(ProgressLine(step="verify", message="is whole"))
+        return PreparedWeights(path=tmp_path, digest="d")
+
+    spec = msgspec.structs.replace(
+        make().spec, weights=ResolvedWeights(origin=WeightsOrigin.PACKAGE, source="package:p", digest="d")
+    )
+    (StateDir(tmp_path).logs / "replica-full.log").symlink_to("/dev/full")
+    host = host_of(spec, tmp_path, replica="full", prepare=prepare)
+    for term in (2, 1):
+        host.obey(HeartbeatResponse(term=term))
+    await host.start()
+    assert host.snapshot().failures == 0
+    await host.stop()
 
 
 async def test_a_killed_engine_restarts_in_place_and_reports_it(make: Make) -> None:
