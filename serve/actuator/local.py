@@ -87,6 +87,8 @@ class LocalActuator:
         self._records: dict[LayerKey, LayerRecord] = {
             record.key: record for record in state.load(self._path, list[LayerRecord]) or []
         }
+        # What the file has.
+        self._saved = dict(self._records)
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lock = asyncio.Lock()
 
@@ -247,21 +249,26 @@ class LocalActuator:
         # A process that ended at once has no start time; the next call counts it as failed.
         created = started_at(child.pid) or 0.0
         self._children[child.pid] = child
-        process = HostProcess(pid=child.pid, created=created, replica=replica, gpus=gpus)
-        record = msgspec.structs.replace(record, processes=(*record.processes, process))
-        self._put(record)
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(HostProcessSpec(spec=spec, replica=replica)) + b"\n")
         child.stdin.close()
+        process = HostProcess(pid=child.pid, created=created, replica=replica, gpus=gpus)
+        record = msgspec.structs.replace(record, processes=(*record.processes, process))
+        self._put(record)
         return record
 
     def _put(self, record: LayerRecord) -> None:
         if self._records.get(record.key) != record:
             self._records[record.key] = record
             self._save()
+        elif self._records != self._saved:
+            # A full disk refused it before, and may do so again: layers are counted meanwhile.
+            with contextlib.suppress(OSError):
+                self._save()
 
     def _save(self) -> None:
         self._state.save(self._path, list(self._records.values()))
+        self._saved = dict(self._records)
 
 
 def _visible(gpus: GpuGrant) -> dict[str, str]:

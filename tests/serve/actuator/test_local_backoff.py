@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -74,6 +75,33 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     yield made
     await made.actuator.stop()
     await made.actuator.close()
+
+
+async def test_a_host_that_a_full_disk_did_not_record_has_its_specification_and_is_recorded_later(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = tmp_path / "received"
+    await site.actuator.deploy(KEY, deployment().models[0], None, "d", 0)
+    site.command(f'sh -c "cat > {received}; exec sleep 60"')
+    save = StateDir.save
+
+    def full_with_a_host(state: StateDir, path: Path, value: list[LayerRecord]) -> None:
+        if value[0].processes:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        save(state, path, value)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(StateDir, "save", full_with_a_host)
+        with pytest.raises(OSError, match="no space left"):
+            await site.actuator.scale(KEY, 1)
+        # The control loop goes on.
+        assert (await site.layer()).wanted == 1
+    async with asyncio.timeout(60):
+        while not (received.exists() and received.read_text().endswith("\n")):  # noqa: ASYNC110 - a process
+            await asyncio.sleep(0.01)
+    assert site.record.processes == ()
+    await site.layer()
+    assert len(site.record.processes) == 1
 
 
 async def test_failing_hosts_are_reported_until_scaled_to_zero(site: Site) -> None:
