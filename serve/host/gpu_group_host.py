@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import sys
@@ -27,6 +28,8 @@ from serve.host.time_shared_engine import EngineSlot, TimeSharedGpuAccess
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate
 from store.state_dir import StateDir, default_root, own_directory, private_directory, write_atomic
+
+log = logging.getLogger("tidegate.host")
 
 LOOK_S = 0.2
 BACKOFF = Backoff(0.5, 30.0, factor=4.0)
@@ -94,18 +97,21 @@ class GpuGroupHost:
         self._lease = open_lock(self._folder / _LEASE)
         self._path = self._folder / "members.json"
         self._members: dict[tuple[str, int], GroupEngineProcess] = {}
+        # What the file has.
+        self._written: dict[tuple[str, int], GroupEngineProcess] = {}
         self._children: dict[int, asyncio.subprocess.Process] = {}
         # By replica: its last sign of life, and when that was noticed.
         self._signs: dict[str, tuple[int, float]] = {}
         self._supervising: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Return when every engine has a host process, of a predecessor or a new one."""
+        """Return when every engine has a host process, of a predecessor or new, or waits for a retry."""
         while not try_lock(self._lease):  # noqa: ASYNC110 - processes set no event
             await asyncio.sleep(LOOK_S)
         if self._path.exists():
             old = msgspec.json.decode(self._path.read_bytes(), type=list[GroupEngineProcess])
             self._members = {(member.shape, member.index): member for member in old}
+            self._written = dict(self._members)
         await self._look()
         self._supervising = asyncio.create_task(self._supervise())
         self._supervising.add_done_callback(self._ended)
@@ -140,15 +146,21 @@ class GpuGroupHost:
             await self._look()
 
     async def _look(self) -> None:
-        """Start what is missing or of another specification; count what has ended as failed."""
-        before = dict(self._members)
+        """Start what is missing or of another specification; count what has ended as failed.
+
+        What a full disk, or a lack of descriptors or processes, prevents is tried again by a later look: the
+        engines that serve go on.
+        """
         for pid in [pid for pid, child in self._children.items() if child.returncode is not None]:
             del self._children[pid]
         for shape, count in self._group.engines.items():
             for index in range(count):
-                self._members[shape, index] = await self._look_at(shape, index)
-        if self._members != before:
-            write_atomic(self._path, msgspec.json.encode(list(self._members.values())), mode=0o600)
+                with contextlib.suppress(OSError):
+                    self._members[shape, index] = await self._look_at(shape, index)
+        if self._members != self._written:
+            with contextlib.suppress(OSError):
+                write_atomic(self._path, msgspec.json.encode(list(self._members.values())), mode=0o600)
+                self._written = dict(self._members)
 
     async def _look_at(self, shape: str, index: int) -> GroupEngineProcess:
         assignment = self._assignment(shape, index)
@@ -169,14 +181,19 @@ class GpuGroupHost:
         if member.pid:
             self._signs.pop(member.replica, None)
             sign_of_life(self._folder, member.replica).unlink(missing_ok=True)
-            failures = failures_after(member.failures, now - member.created, STABLE_S)
-            retry_at = now + BACKOFF.delay_s(failures)
-            member = msgspec.structs.replace(member, pid=0, failures=failures, retry_at=retry_at)
+            member = _failed(member, now, now - member.created)
         if now < member.retry_at <= now + BACKOFF.max_s:
             return member
         name = f"{_plain(self.spec.model.name)}-{shape}-g{self.spec.generation}-{secrets.token_hex(3)}"
-        pid = await self._start(msgspec.structs.replace(assignment, replica=name))
-        created = started_at(pid) or time.time()
+        try:
+            pid = await self._start(msgspec.structs.replace(assignment, replica=name))
+        except OSError as error:
+            log.warning("a host of shape %s cannot be started: %s", shape, error)
+            return _failed(member, now, 0.0)
+        created = time.time()
+        # Whatever prevents a look at it, a process that was started is not lost.
+        with contextlib.suppress(OSError):
+            created = started_at(pid) or created
         return msgspec.structs.replace(member, pid=pid, created=created, replica=name)
 
     def _is_hung(self, replica: str) -> bool:
@@ -215,6 +232,13 @@ class GpuGroupHost:
     def _processes(self) -> list[psutil.Process]:
         found = (member.process() for member in self._members.values())
         return [process for process in found if process is not None]
+
+
+def _failed(member: GroupEngineProcess, now: float, lived_s: float) -> GroupEngineProcess:
+    """The member without a process, and when another is started."""
+    failures = failures_after(member.failures, lived_s, STABLE_S)
+    retry_at = now + BACKOFF.delay_s(failures)
+    return msgspec.structs.replace(member, pid=0, failures=failures, retry_at=retry_at)
 
 
 def sign_of_life(folder: Path, replica: str) -> Path:

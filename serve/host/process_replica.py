@@ -10,15 +10,18 @@ import asyncio
 import logging
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvloop
 
-from serve.host.gpu_group_host import HostProcessSpec, host_of, show_life, until_unheld
+from serve.host.gpu_group_host import Host, HostProcessSpec, host_of, show_life, until_unheld
 from serve.host.heartbeat import send_heartbeats
 from store.json_log_format import log_to
+
+log = logging.getLogger("tidegate.host")
 
 
 async def _run(assignment: HostProcessSpec) -> int:
@@ -27,8 +30,9 @@ async def _run(assignment: HostProcessSpec) -> int:
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
     host = host_of(assignment)
     beating = asyncio.create_task(send_heartbeats(host.replicas))
-    # A start that fails loses the host.
     starting = asyncio.create_task(host.start())
+    for task in (beating, starting):
+        task.add_done_callback(partial(_lose_failed, host))
     living: asyncio.Task[None] | None = None
     ends: set[asyncio.Task[Any]] = {asyncio.create_task(event.wait()) for event in (stopping, host.lost)}
     if assignment.slot is not None:
@@ -46,6 +50,13 @@ async def _run(assignment: HostProcessSpec) -> int:
     await asyncio.gather(starting, *ends, return_exceptions=True)
     await beating
     return code
+
+
+def _lose_failed(host: Host, task: asyncio.Task[None]) -> None:
+    """Let a host be replaced whose start or heartbeats fail: nothing else would end it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the host fails: %s", error)
+        host.lost.set()
 
 
 def main() -> None:

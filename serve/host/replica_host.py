@@ -6,6 +6,7 @@ This module is over 400 lines: the life of an engine is one state machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from functools import partial
@@ -148,7 +149,7 @@ class ReplicaHost:
         self._engine: EngineReport | None = None
         self._preempted = self._preempted_before = 0
         self._gpu_report: GpuReport | None = None
-        self._began = 0.0
+        self._began = self._drain_began = 0.0
         self._ready_at: float | None = None
         self._process: EngineProcess | None = None
         # Why the host cannot go on: an engine process that does not end.
@@ -182,9 +183,7 @@ class ReplicaHost:
         Orders of a controller that was deposed are refused.
         """
         if orders.term < self._term:
-            self._log.write(
-                line("warning", f"orders of term {orders.term} are refused", {"term": self._term})
-            )
+            self._note("warning", f"orders of term {orders.term} are refused; the term is {self._term}")
             return
         self._term = orders.term
         if orders.leave and self._leaving is None:
@@ -196,6 +195,11 @@ class ReplicaHost:
             self._take(orders.timeouts)
         if orders.gpus is not None:
             self._gpus.ordered(orders.gpus)
+
+    def _note(self, level: str, text: str) -> None:
+        """Add a line to the log; a full disk loses it, as it does the engine's."""
+        with contextlib.suppress(OSError):
+            self._log.write(line(level, text, {}))
 
     def _take(self, timeouts: Timeouts) -> None:
         """Put new timeouts into force, also in the engine that runs."""
@@ -218,14 +222,16 @@ class ReplicaHost:
         self._task.add_done_callback(self._ended)
 
     async def drain(self, why: str = "draining") -> None:
-        """Refuse new requests at once, and return when none is in flight or after the drain timeout."""
-        if self.replica.state is not ReplicaPhase.READY:
-            return
-        self._become(ReplicaPhase.DRAINING, why)
-        self.command(b"drain")
-        began = time.monotonic()
-        while not self._drained.is_set():
-            left_s = began + self.spec.model.control.mode.drain_timeout_s - time.monotonic()
+        """Refuse new requests at once, and return when none is in flight or after the drain timeout.
+
+        A second call, such as at a SIGTERM while the host leaves, waits for the same drain to end.
+        """
+        if self.replica.state is ReplicaPhase.READY:
+            self._drain_began = time.monotonic()
+            self._become(ReplicaPhase.DRAINING, why)
+            self.command(b"drain")
+        while self.replica.state is ReplicaPhase.DRAINING and not self._drained.is_set():
+            left_s = self._drain_began + self.spec.model.control.mode.drain_timeout_s - time.monotonic()
             if left_s <= 0:
                 return
             # The timeout may change meanwhile.
@@ -326,7 +332,7 @@ class ReplicaHost:
             if progress.fraction is not None or progress.step not in ("fetch", "verify"):
                 # A download or build, or the wait for another process that does it.
                 loop.call_soon_threadsafe(partial(self.update, start_path=StartPath.COLD))
-            self._log.write(line("info", f"{progress.step}: {progress.message}", {}))
+            self._note("info", f"{progress.step}: {progress.message}")
 
         prepared = await asyncio.to_thread(
             prepare_verified,

@@ -88,43 +88,47 @@ class SupervisedProcess:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        log = RotatingLog(self.state.logs / f"{self.spec.name}.log")
-        try:
-            while not self._stopping.is_set():
-                began = loop.time()
-                self.started_at = began
-                await self._run_once(log)
-                if self._stopping.is_set():
-                    return
-                self.failures = failures_after(self.failures, loop.time() - began, STABLE_S)
-                delay = BACKOFF.delay_s(self.failures)
-                self.note(f"{self.spec.name} exited ({_status(self.exit_code)}); restart in {delay:.1f} s")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), delay)
-                    return
-                self.restarts += 1
-                if self.before_restart is not None:
-                    await self.before_restart()
-        finally:
-            log.close()
+        while not self._stopping.is_set():
+            self.started_at = loop.time()
+            await self._run_once()
+            if self._stopping.is_set():
+                return
+            self.failures = failures_after(self.failures, loop.time() - self.started_at, STABLE_S)
+            delay = BACKOFF.delay_s(self.failures)
+            self.note(f"{self.spec.name} exited ({_status(self.exit_code)}); restart in {delay:.1f} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+                return
+            self.restarts += 1
 
-    async def _run_once(self, log: RotatingLog) -> None:
-        try:
-            self._process = await spawn(self.spec, self.record, stderr=asyncio.subprocess.STDOUT)
-        except OSError as error:
-            self.exit_code = None
-            self.note(f"{self.spec.name} cannot be started: {error}")
-            return
-        if self._stopping.is_set():
-            self._send(signal.SIGTERM)
-        assert self._process.stdout is not None
-        pump = asyncio.create_task(log.pump(self._process.stdout))
-        self.exit_code = await self._process.wait()
-        # A grandchild may keep the other end of the pipe open.
-        await asyncio.wait({pump}, timeout=0.5)
-        pump.cancel()
-        await asyncio.gather(pump, return_exceptions=True)
-        self.on_exit(self._process.pid)
+    async def _run_once(self) -> None:
+        with contextlib.ExitStack() as opened:
+            try:
+                if self.restarts and self.before_restart is not None:
+                    await self.before_restart()
+                    if self._stopping.is_set():
+                        return
+                    self.started_at = asyncio.get_running_loop().time()
+                log = opened.enter_context(
+                    contextlib.closing(RotatingLog(self.state.logs / f"{self.spec.name}.log"))
+                )
+                process = self._process = await spawn(
+                    self.spec, self.record, stderr=asyncio.subprocess.STDOUT
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a start lacks, it is tried again
+                self.exit_code = None
+                self.note(f"{self.spec.name} cannot be started: {error}")
+                return
+            if self._stopping.is_set():
+                self._send(signal.SIGTERM)
+            assert process.stdout is not None
+            pump = asyncio.create_task(log.pump(process.stdout))
+            self.exit_code = await process.wait()
+            # A grandchild may keep the other end of the pipe open.
+            await asyncio.wait({pump}, timeout=0.5)
+            pump.cancel()
+            await asyncio.gather(pump, return_exceptions=True)
+        self.on_exit(process.pid)
 
     def _send(self, number: signal.Signals) -> None:
         if self.pid:

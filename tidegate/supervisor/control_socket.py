@@ -70,7 +70,9 @@ async def serve(
                 async for line in answers(request):
                     writer.write(msgspec.json.encode(line) + b"\n")
                     await writer.drain()
-            except (TidegateError, msgspec.MsgspecError, ValueError) as error:
+            except ConnectionError:
+                raise
+            except (TidegateError, msgspec.MsgspecError, ValueError, OSError) as error:
                 problem = problem_of(error if isinstance(error, TidegateError) else TidegateError(str(error)))
                 problem["kind"] = problem.pop("type")
                 writer.write(msgspec.json.encode(SupervisorResponseLine(problem=problem)) + b"\n")

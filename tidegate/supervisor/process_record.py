@@ -43,6 +43,8 @@ class ProcessRecord:
         self.entries = {
             entry.pid: entry for entry in state.load(state.processes_path, list[RecordedProcess]) or []
         }
+        # What the file has.
+        self._saved = dict(self.entries)
 
     def living(self) -> tuple[RecordedProcess, ...]:
         return tuple(entry for entry in self.entries.values() if entry.process() is not None)
@@ -56,10 +58,12 @@ class ProcessRecord:
         self._save()
 
     def snapshot(self) -> None:
-        """Record this process and all its descendants, and forget those that have exited."""
+        """Record this process and all its descendants, and forget those that have exited.
+
+        A full disk keeps the last record in the file; the next snapshot writes it.
+        """
         self.collect_orphans()
         this = psutil.Process()
-        before = dict(self.entries)
         self.entries = {entry.pid: entry for entry in self.living()}
         for process in (this, *this.children(recursive=True)):
             if process.pid in self.entries:
@@ -69,8 +73,9 @@ class ProcessRecord:
                     self.entries[process.pid] = RecordedProcess(
                         name=process.name(), pid=process.pid, created_at=process.create_time()
                     )
-        if self.entries != before:
-            self._save()
+        if self.entries != self._saved:
+            with contextlib.suppress(OSError):
+                self._save()
 
     def collect_orphans(self) -> None:
         """Reap adopted processes that have exited; a process in ``started`` is left to what waits for it."""
@@ -104,11 +109,12 @@ class ProcessRecord:
             self.clear()
 
     def clear(self) -> None:
-        self.entries = {}
+        self.entries, self._saved = {}, {}
         self._state.processes_path.unlink(missing_ok=True)
 
     def _save(self) -> None:
         self._state.save(self._state.processes_path, list(self.entries.values()))
+        self._saved = dict(self.entries)
 
 
 def adopt_orphans() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
@@ -36,7 +37,9 @@ class ProgressLog:
 
     def emit(self, event: ProgressEvent) -> None:
         self._history.append(event)
-        self._echo(event)
+        # Its reader may be gone, or its file's disk full; the deployment goes on.
+        with contextlib.suppress(OSError):
+            self._echo(event)
         for queue in self._followers:
             queue.put_nowait(event)
 

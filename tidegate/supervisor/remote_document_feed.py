@@ -54,13 +54,13 @@ class RemoteDocumentFeed:
     async def follow(
         self, current: object, take: Callable[[DeploymentDocument], None], note: Callable[[str], None]
     ) -> None:
-        """Call ``take`` with each new deployment, until cancelled."""
-        answers = True
+        """Call ``take`` with each new deployment, until cancelled; again if it raises ``OSError``."""
+        answers = stored = True
         while True:
             await asyncio.sleep(FOLLOW_EVERY_S)
             try:
                 document = await self._document()
-            except TidegateError as error:
+            except (TidegateError, OSError) as error:
                 if answers:
                     note(f"{error}; this host serves with what it knows")
                 answers = False
@@ -68,9 +68,17 @@ class RemoteDocumentFeed:
             if not answers:
                 note(f"a controller at {self.addresses} answers again")
             answers = True
-            if document.raw != current:
-                current = document.raw
+            if document.raw == current:
+                continue
+            try:
                 take(document)
+            except OSError as error:
+                # As on a full disk, which may have room again.
+                if stored:
+                    note(f"the new deployment file cannot be stored: {error}")
+                stored = False
+            else:
+                current, stored = document.raw, True
 
     async def _document(self) -> DeploymentDocument:
         return self._on_this_host(await asyncio.to_thread(self._fetch))

@@ -33,7 +33,7 @@ from tidegate.supervisor.progress_events import ProgressEvent, ProgressLog
 
 _POLL_S = 0.25
 _GATEWAY_POLL_S = 0.05
-_RETRY_S = 5.0
+RETRY_S = 5.0
 # External servers run already: this bounds the wait for one that serves, unless the caller sets a limit.
 SERVERS_S = 10.0
 # The logs whose ends are shown when a step fails.
@@ -246,11 +246,11 @@ class Startup:
             try:
                 await self._until("ray", self._head_listens)
                 await self.start_controller()
-            except TidegateError as error:
+            except (TidegateError, OSError) as error:
                 self.progress.emit(
                     ProgressEvent(kind="note", message=f"the controller is not back yet: {error}")
                 )
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(RETRY_S)
             else:
                 self.progress.emit(ProgressEvent(kind="note", message="the controller is back"))
                 return

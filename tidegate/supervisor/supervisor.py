@@ -290,14 +290,16 @@ class Supervisor:
         replicas_s = 30.0 + max(spec.control.mode.drain_timeout_s for spec in self._deployment.models)
         if self._start.controller is not None:
             await self._end_child(self._start.controller, replicas_s)
-        # `down` ends them, should all controllers be killed.
-        self._record.keep(self._remaining(()))
+        # `down` ends them, should all controllers be killed. On a full disk the last snapshot has them.
+        remaining = self._remaining(())
+        with contextlib.suppress(OSError):
+            self._record.keep(remaining)
         return True
 
     async def _leave_cluster(self, replicas_s: float) -> bool:
         """Delete our applications there; those on our own head end with it."""
         address = self._deployment.cluster.address
-        with contextlib.suppress(TimeoutError, TidegateError):
+        with contextlib.suppress(TidegateError, OSError):
             code, _ = await leave_cluster(self._state, self._record, replicas_s)
             if code == 0:
                 return True
@@ -350,7 +352,7 @@ class Supervisor:
 
     async def _keep_record(self) -> None:
         while True:
-            # On a full disk the last record stays; the next snapshot writes a complete one.
+            # Without descriptors for a look at the processes, the next one finds them.
             with contextlib.suppress(OSError):
                 self._record.snapshot()
             await asyncio.sleep(_SNAPSHOT_S)

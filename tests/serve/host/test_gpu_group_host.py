@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 from policy.config.deployment import ModelSpec
+from policy.stats.backoff import Backoff
 from serve.host import gpu_group_host
 from serve.host.gpu_group_host import (
     GpuGroupHost,
@@ -27,6 +29,7 @@ from serve.host.gpu_group_host import (
 from serve.host.replica_host import ReplicaHost
 from serve.host.shared_gpu_locks import open_lock, try_lock
 from store.os_process import find
+from store.state_dir import StateDir, own_directory
 from tests.serve.host.test_time_shared_engine import model
 from tests.serve.hosts import WITHIN_S, host_spec
 from tests.serve.sim_documents import deployment, sim_model
@@ -135,6 +138,74 @@ async def test_a_host_that_hangs_is_replaced(
     os.kill(hung.pid, signal.SIGSTOP)
     await until(lambda: len(pids(tmp_path) - before - {0}) == 1)
     assert before - pids(tmp_path) == {hung.pid}
+
+
+def members_by_engine(folder: Path) -> dict[tuple[str, int], GroupEngineProcess]:
+    return {(member.shape, member.index): member for member in members(folder)}
+
+
+async def test_an_engine_whose_host_cannot_be_started_is_tried_again_and_interrupts_no_other(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_group_host, "BACKOFF", Backoff(0.01, 0.01))
+    host = make()
+    await host.start()
+    before = members_by_engine(tmp_path)
+    with monkeypatch.context() as lacking:
+        # Any error of the system, such as too few descriptors, processes or memory.
+        lacking.setattr(sys, "executable", str(tmp_path / "nowhere"))
+        os.kill(before["large", 0].pid, signal.SIGKILL)
+        await until(lambda: members_by_engine(tmp_path)["large", 0].failures > 2)
+        failed = members_by_engine(tmp_path)
+    assert failed["large", 0].pid == 0
+    assert {**failed, ("large", 0): before["large", 0]} == before
+    assert not host.lost.is_set()
+    await until(lambda: complete(tmp_path))
+    assert len(pids(tmp_path) & {member.pid for member in before.values()}) == 2
+
+
+async def test_a_group_whose_first_start_lacks_something_starts_later(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_group_host, "BACKOFF", Backoff(0.01, 0.01))
+    host = make()
+    with monkeypatch.context() as lacking:
+        lacking.setattr(sys, "executable", str(tmp_path / "nowhere"))
+        await host.start()
+        assert pids(tmp_path) == {0}
+    await until(lambda: complete(tmp_path))
+    assert not host.lost.is_set()
+
+
+async def test_a_full_disk_interrupts_no_engine_and_is_written_to_later(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_group_host, "BACKOFF", Backoff(0.01, 0.01))
+    host = make()
+    await host.start()
+    before = pids(tmp_path)
+    ended = members(tmp_path)[0]
+    refused: list[Path] = []
+
+    def full(path: Path, data: bytes, mode: int) -> None:
+        refused.append(path)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(gpu_group_host, "write_atomic", full)
+        os.kill(ended.pid, signal.SIGKILL)
+        # More than once: it is tried again.
+        await until(lambda: len(refused) > 2)
+        assert not host.lost.is_set()
+        assert pids(tmp_path) == before
+    await until(lambda: complete(tmp_path))
+    assert before - pids(tmp_path) == {ended.pid}
+
+
+async def test_a_host_that_fails_in_its_start_ends(holder: Holder, tmp_path: Path) -> None:
+    folder = own_directory(own_directory(StateDir(tmp_path).ensure().root / "gpus") / "m-g1-127.0.0.1")
+    (folder / "members.json").write_bytes(b"of another version")
+    assert await asyncio.to_thread(holder().wait, WITHIN_S) == 1
 
 
 async def test_a_successor_takes_hosts_over_unless_their_specification_differs(

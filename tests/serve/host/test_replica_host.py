@@ -28,6 +28,7 @@ from serve.host.weight_verification import ResolvedWeights
 from store.model_weights.prepare import WeightsOrigin
 from store.os_process import MAX_DESCRIPTORS
 from store.progress_report import PreparedWeights, ProgressLine, Report
+from store.state_dir import StateDir
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -156,6 +157,27 @@ async def test_the_first_start_is_cold(make: Make, tmp_path: Path, monkeypatch: 
     assert await path() is StartPath.COLD
 
 
+async def test_a_full_disk_delays_neither_a_start_nor_the_obedience_to_orders(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def prepare(*_: Any, progress: Report, **__: Any) -> PreparedWeights:
+        progress(ProgressLine(step="verify", message="is whole"))
+        return PreparedWeights(path=tmp_path, digest="d")
+
+    spec = msgspec.structs.replace(
+        make().spec, weights=ResolvedWeights(origin=WeightsOrigin.PACKAGE, source="package:p", digest="d")
+    )
+    (StateDir(tmp_path).logs / "replica-full.log").symlink_to("/dev/full")
+    host = host_of(spec, tmp_path, replica="full", prepare=prepare)
+    for term in (2, 1):
+        host.obey(HeartbeatResponse(term=term))
+    await host.start()
+    assert host.snapshot().failures == 0
+    await host.stop()
+
+
 async def test_a_killed_engine_restarts_in_place_and_reports_it(make: Make) -> None:
     host = make()
     await host.start()
@@ -264,6 +286,38 @@ async def test_draining_ends_at_its_timeout_or_with_its_engine(make: Make, ends_
         async with asyncio.timeout(WITHIN_S):
             await draining
         assert ends_by == "death" or host.snapshot().load.in_flight == 1
+
+
+@pytest.mark.parametrize("ends_by", ["stream", "deadline"])
+async def test_a_host_that_leaves_and_is_stopped_meanwhile_cuts_no_stream_before_its_timeout(
+    make: Make, ends_by: str
+) -> None:
+    host = make(sim={"profile": "sim-small", "speed": 0.05}, control={"mode": {"drain_timeout_s": 3600.0}})
+    await host.start()
+    async with client(host.snapshot().url) as http:
+        async with http.stream("POST", "/v1/completions", json=prompt(100)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            host.obey(HeartbeatResponse(leave="a GPU failed"))
+            await until(host, lambda r: r.state is ReplicaPhase.DRAINING and r.load.in_flight == 1)
+            # As at a SIGTERM, or when Serve stops the replica.
+            stopping = asyncio.ensure_future(host.drain())
+            await asyncio.wait([stopping], timeout=0.1)
+            assert not stopping.done()
+            assert host.snapshot().reason == "a GPU failed"
+            if ends_by == "deadline":
+                # Both wait for the end of the same drain, which began before the second call.
+                host.obey(HeartbeatResponse(timeouts=timeouts(drain_timeout_s=0.1)))
+                async with asyncio.timeout(WITHIN_S):
+                    await stopping
+                    await host.lost.wait()
+                assert host.snapshot().load.in_flight == 1
+                return
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+    async with asyncio.timeout(WITHIN_S):
+        await stopping
+        await host.lost.wait()
 
 
 async def test_a_running_engine_takes_a_new_progress_timeout(make: Make) -> None:

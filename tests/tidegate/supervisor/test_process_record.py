@@ -48,3 +48,17 @@ def test_a_snapshot_records_descendants_and_drops_ended_processes(tmp_path: Path
     first.wait()
     record.snapshot()
     assert first.pid not in set(ProcessRecord(state).entries)
+
+
+def test_a_snapshot_that_a_full_disk_refuses_is_written_later(tmp_path: Path, processes: Pair) -> None:
+    state = StateDir(tmp_path)
+    record = ProcessRecord(state)
+    pids = {process.pid for process in processes}
+    record.started.update(pids)
+    state.processes_path.mkdir()
+    record.snapshot()
+    # What must end is known.
+    assert pids <= {entry.pid for entry in record.living()}
+    state.processes_path.rmdir()
+    record.snapshot()
+    assert pids <= set(ProcessRecord(state).entries)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -262,6 +263,22 @@ def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Si
         out, err = started.communicate(timeout=120)
     assert (started.returncode, err) == (0, "")
     assert "all processes have stopped" in out
+    assert site.pids() == []
+
+
+@process
+def test_a_full_disk_refuses_a_change_with_its_reason_and_no_stop(site: Site) -> None:
+    site.tidegate("up", str(site.file))
+    supervisor = supervisor_pid(site)
+    _, hard = resource.prlimit(supervisor, resource.RLIMIT_FSIZE)
+    resource.prlimit(supervisor, resource.RLIMIT_FSIZE, (0, hard))
+    site.write(queue_timeout_s=7)
+    code, _, err = site.tidegate("apply", str(site.file))
+    assert (code != 0, "File too large" in err) == (True, True)
+    os.kill(site.workers()["gateway-0"], signal.SIGKILL)
+    until(lambda: site.status()["supervisor"]["processes"][0]["restarts"] > 1, "it is tried again")
+    code, out, _ = site.tidegate("down")
+    assert (code, "all processes have stopped" in out) == (0, True)
     assert site.pids() == []
 
 

@@ -260,10 +260,10 @@ def printed_progress(
     log = RotatingLog(state.logs / "supervisor.log")
 
     def echo(event: ProgressEvent) -> None:
-        printer(event)
         text = " ".join(filter(None, (event.kind, event.step, event.message)))
         with contextlib.suppress(OSError):
             log.write(line(_LEVELS.get(event.kind, "info"), text, {}))
+        printer(event)
         if event.kind == "ready" and document is not None:
             click.echo(welcome(document.deployment))
 
