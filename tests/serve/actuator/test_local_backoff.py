@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from policy.config.deployment import Cluster
@@ -186,6 +187,9 @@ async def test_a_host_that_leaves_does_not_end_the_backoff(site: Site) -> None:
     await start(site, 2)
     staying, leaving = site.record.processes
     os.kill(leaving.pid, signal.SIGSTOP)
+    # Of two signals that wait, the process would take the one that ends it first.
+    while psutil.Process(leaving.pid).status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.001)
     await site.actuator.scale(KEY, 1)
     site.command("false")
     os.kill(staying.pid, signal.SIGKILL)
