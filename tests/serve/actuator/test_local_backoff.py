@@ -188,7 +188,7 @@ async def test_a_host_that_leaves_does_not_end_the_backoff(site: Site) -> None:
     staying, leaving = site.record.processes
     os.kill(leaving.pid, signal.SIGSTOP)
     # Of two signals that wait, the process would take the one that ends it first.
-    while psutil.Process(leaving.pid).status() != psutil.STATUS_STOPPED:
+    while psutil.Process(leaving.pid).status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 - no event
         await asyncio.sleep(0.001)
     await site.actuator.scale(KEY, 1)
     site.command("false")
