@@ -30,6 +30,15 @@ class DeclarationError(NamedTuple):
     retry_at: float
 
 
+class _Import(NamedTuple):
+    """A running job, the stamps of its files when it began, and the names that were to be looked at then."""
+
+    entry: AdapterSource
+    stamps: dict[str, int]
+    again: set[Key]
+    job: AddAdapterJob
+
+
 class DeclaredAdapterReconciler:
     """Compares the declared adapters with the existing ones whenever :meth:`step` is called.
 
@@ -48,7 +57,8 @@ class DeclaredAdapterReconciler:
         self._wanted: dict[Key, AdapterSource] = {}
         self._made: set[Key] | None = None
         self._done: dict[Key, AdapterSource] = {}
-        self._running: dict[Key, tuple[AdapterSource, AddAdapterJob]] = {}
+        self._running: dict[Key, _Import] = {}
+        # The names that an apply wants compared with their files: a new set for each apply.
         self._again: set[Key] = set()
         self._stamps: dict[str, int] = {}
         self.troubles: dict[Key, DeclarationError] = {}
@@ -94,20 +104,23 @@ class DeclaredAdapterReconciler:
         """Start missing jobs, handle ended ones, and remove names that are no longer declared."""
         if self._made is None:
             self._made = await self._library.declared()
-        for key, (source, adding) in list(self._running.items()):
-            if adding.done.is_set():
-                self._end(key, source, adding.error)
+        for key, running in list(self._running.items()):
+            if running.job.done.is_set():
+                self._end(key, running)
         for key in self._made - self._wanted.keys() - self._running.keys():
             with contextlib.suppress(AdapterUnknown):
                 await self._library.remove(key)
             self._made.discard(key)
             self._done.pop(key, None)
-        due = [key for key in self._wanted if key not in self._running and self._is_due(key)]
+        wanted = self._wanted
+        due = [key for key in wanted if key not in self._running and self._is_due(key)]
         if due:
-            sources = [source for key in due for source, _ in _parts(self._wanted[key])]
+            sources = [source for key in due for source, _ in _parts(wanted[key])]
             stamps = await run_in_thread(lambda: _stamps(sources), "adapters-look")
             for key in due:
-                self._begin(key, stamps)
+                # A deployment or a removal may have come meanwhile; the next step looks anew.
+                if self._wanted is wanted and self._is_due(key):
+                    self._begin(key, stamps)
 
     def _is_due(self, key: Key) -> bool:
         if key in self._removed:
@@ -132,17 +145,20 @@ class DeclaredAdapterReconciler:
             if redacted(source) in taken
             and not (key in self._again and stamps.get(source) != self._stamps.get(source))
         }
-        self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
-        self._again.discard(key)
         adding = AddAdapterJob(key, parts, entry.tenants, known=known, declared=True, any_base=entry.force)
-        self._running[key] = (entry, self._library.begin(adding))
+        seen = {source: stamps[source] for source, _ in parts if source in stamps}
+        self._running[key] = _Import(entry, seen, self._again, self._library.begin(adding))
 
-    def _end(self, key: Key, source: AdapterSource, error: TidegateError | None) -> None:
+    def _end(self, key: Key, ended: _Import) -> None:
         assert self._made is not None
         del self._running[key]
+        source, error = ended.entry, ended.job.error
         if error is None:
             self._made.add(key)
             self._done[key] = source
+            # After a failure the files still count as new, so that the next attempt imports them.
+            self._stamps |= ended.stamps
+            ended.again.discard(key)
             self.troubles.pop(key, None)
             return
         last = self.troubles.get(key)

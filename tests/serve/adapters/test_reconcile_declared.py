@@ -139,6 +139,59 @@ async def test_changed_folder_is_imported_again_by_an_apply(reconciler: Reconcil
     assert reconciler.alias().split == ((2, 1.0),)
 
 
+async def test_changed_folder_whose_import_fails_is_imported_again(
+    reconciler: Reconciler, tmp_path: Path
+) -> None:
+    """The retry took the stored version of the old files for the new one, for ever."""
+    folder = tmp_path / "sql"
+    folder.mkdir()
+    entry = {"name": "sql", "path": str(folder)}
+    await reconciler.restart(entry)
+    (folder / "adapter_model.safetensors").write_text("two")
+    reconciler.store.contents[str(folder)] = OSError("disk full")
+    await reconciler.apply(entry)
+    assert SQL in reconciler.declaring.troubles
+    reconciler.store.contents[str(folder)] = "two"
+    await reconciler.settle()
+    assert reconciler.store.imported == [str(folder)] * 2, "not before the back-off has passed"
+    reconciler.now += RETRY.first_s
+    await reconciler.settle()
+    assert reconciler.declaring.troubles == {}
+    assert reconciler.alias().split == ((2, 1.0),)
+    await reconciler.apply(entry)
+    assert reconciler.store.imported == [str(folder)] * 3
+
+
+async def test_folder_that_changes_during_its_import_is_imported_again_by_an_apply(
+    reconciler: Reconciler, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sql"
+    folder.mkdir()
+    entry = {"name": "sql", "path": str(folder)}
+    await reconciler.restart(entry)
+    (folder / "adapter_model.safetensors").write_text("two")
+    reconciler.store.contents[str(folder)] = "two"
+    reconciler.store.gate.clear()
+    reconciler.declare((entry,), applied=True)
+    await reconciler.declaring.step()
+    (folder / "adapter_config.json").write_text("three")
+    reconciler.declare((entry,), applied=True)
+    reconciler.store.gate.set()
+    await reconciler.settle()
+    assert reconciler.store.imported == [str(folder)] * 3
+
+
+async def test_a_name_removed_as_its_files_are_looked_at_is_not_added(reconciler: Reconciler) -> None:
+    await reconciler.restart()
+    reconciler.declare((source(),), applied=True)
+    step = asyncio.create_task(reconciler.declaring.step())
+    await asyncio.sleep(0)  # its thread looks at the files, and answers over the event loop
+    await reconciler.declaring.remove(SQL)
+    await step
+    await reconciler.settle()
+    assert reconciler.store.imported == []
+
+
 async def test_unreachable_source_is_retried_with_backoff(reconciler: Reconciler) -> None:
     reconciler.store.contents["hf:org/a"] = unreachable("no route")
     await reconciler.restart(source(), source("law", "hf:org/law"))
