@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from policy.config.deployment import AdapterSource, Deployment
-from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
+from policy.errors import AdapterRefused, AdapterUnknown
 from policy.stats.backoff import Backoff
 from policy.wire.adapter_catalog import Alias
 from serve.adapters.adapter_registry import AdapterRegistry
@@ -52,7 +52,7 @@ class DeclaredAdapterReconciler:
         self._state = state
         self._monotonic = monotonic
         removed = state.load(state.removed_path, list[Key])
-        self._removed = set(removed or ())
+        self._removed: set[Key] = set(removed or ())
         self._fresh = removed is None
         self._wanted: dict[Key, AdapterSource] = {}
         self._made: set[Key] | None = None
@@ -76,8 +76,9 @@ class DeclaredAdapterReconciler:
             self._again = set(self._wanted)
             self.troubles.clear()
             if self._removed or (self._fresh and self._wanted):
-                self._removed.clear()
+                # Where this raises, the next apply or remove tries again.
                 self._state.save(self._state.removed_path, [])
+                self._removed = set()
                 self._fresh = False
 
     async def remove(self, key: Key) -> None:
@@ -88,8 +89,9 @@ class DeclaredAdapterReconciler:
         await self._library.read()
         ours = key in self._wanted and key not in self._removed
         if ours:
-            self._removed.add(key)
-            self._state.save(self._state.removed_path, sorted(self._removed))
+            removed = self._removed | {key}
+            self._state.save(self._state.removed_path, sorted(removed))
+            self._removed = removed
             self.troubles.pop(key, None)
         try:
             await self._library.remove(key)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -328,3 +330,30 @@ async def test_missing_declared_name_can_be_removed(reconciler: Reconciler) -> N
     assert reconciler.store.imported == ["hf:org/a"]
     with pytest.raises(AdapterUnknown):
         await reconciler.declaring.remove(SQL)
+
+
+@contextlib.contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """A file that cannot be written, as on a full disk: a folder is in its place."""
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    yield
+    path.rmdir()
+
+
+async def test_a_removal_that_could_not_be_stored_is_stored_by_the_next(reconciler: Reconciler) -> None:
+    """It was taken for stored: after a restart of the controller the name was served again."""
+    removed = reconciler.state.removed_path
+    await reconciler.restart(source())
+    with unwritable(removed), pytest.raises(IsADirectoryError):
+        await reconciler.declaring.remove(SQL)
+    await reconciler.declaring.remove(SQL)
+    stored = removed.read_bytes()
+    await reconciler.restart(source())
+    assert reconciler.library.catalog.get(SQL) is None
+    with unwritable(removed), pytest.raises(IsADirectoryError):
+        await reconciler.apply(source())
+    removed.write_bytes(stored)
+    await reconciler.apply(source())
+    await reconciler.restart(source())
+    assert reconciler.shares() == {"hf:org/a": 1.0}
