@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown
 from policy.stats.backoff import Backoff
-from policy.wire.adapter_catalog import Alias
+from policy.wire.adapter_catalog import Alias, CatalogVersion
 from serve.adapters.adapter_registry import AdapterRegistry
 from serve.adapters.add_job_state import AddAdapterJob, Key, is_remote
 from serve.async_waiting import run_in_thread
@@ -105,7 +105,7 @@ class DeclaredAdapterReconciler:
     async def step(self) -> None:
         """Start missing jobs, handle ended ones, and remove names that are no longer declared."""
         if self._made is None:
-            self._made = await self._library.declared()
+            self._made = set(await self._library.declared())
         for key, running in list(self._running.items()):
             if running.job.done.is_set():
                 self._end(key, running)
@@ -119,10 +119,11 @@ class DeclaredAdapterReconciler:
         if due:
             sources = [source for key in due for source, _ in _parts(wanted[key])]
             stamps = await run_in_thread(lambda: _stamps(sources), "adapters-look")
+            declared = await self._library.declared()
             for key in due:
                 # A deployment or a removal may have come meanwhile; the next step looks anew.
                 if self._wanted is wanted and self._is_due(key):
-                    self._begin(key, stamps)
+                    self._begin(key, stamps, declared.get(key, frozenset()))
 
     def _is_due(self, key: Key) -> bool:
         if key in self._removed:
@@ -137,10 +138,10 @@ class DeclaredAdapterReconciler:
             return True
         return self._done.get(key) != self._wanted[key] and not _matches(self._wanted[key], alias)
 
-    def _begin(self, key: Key, stamps: dict[str, int]) -> None:
+    def _begin(self, key: Key, stamps: dict[str, int], declared: Collection[str]) -> None:
         entry, alias = self._wanted[key], self._library.catalog.get(key)
         parts = _parts(entry)
-        taken = {version.source: version for version in alias.versions} if alias else {}
+        taken = _taken(alias, declared) if alias else {}
         known = {
             source: taken[redacted(source)]
             for source, _ in parts
@@ -176,6 +177,15 @@ def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:
     if entry.versions:
         return tuple((version.source, version.weight) for version in entry.versions.values())
     return ((entry.source or entry.path, 1.0),)
+
+
+def _taken(alias: Alias, declared: Collection[str]) -> dict[str, CatalogVersion]:
+    """The version of each source: the one ``declared`` last, else the newest.
+
+    A newer one of the same source, which a user added beside it, is not what the deployment file stands for.
+    """
+    ordered = sorted(alias.versions, key=lambda version: version.digest in declared)
+    return {version.source: version for version in ordered}
 
 
 def _matches(entry: AdapterSource, alias: Alias) -> bool:

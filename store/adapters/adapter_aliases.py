@@ -80,11 +80,11 @@ class AdapterAliases:
         with self._database.reading() as connection:
             return revision(connection)
 
-    def declared(self) -> set[tuple[str, str]]:
-        """Model and name of the aliases that the deployment file declared."""
+    def declared(self) -> dict[tuple[str, str], frozenset[str]]:
+        """The digests last declared, by model and name, of the aliases that the deployment file declared."""
         with self._database.reading() as connection:
             return {
-                (record.alias.model, record.alias.name)
+                (record.alias.model, record.alias.name): _digests(record.declared)
                 for record in load(connection)
                 if record.origin == DOCUMENT
             }
@@ -206,6 +206,10 @@ def check_name(name: str) -> None:
 
 def _find(connection: Connection, model: str, name: str) -> AdapterRow | None:
     return next(iter(load(connection, model, name)), None)
+
+
+def _digests(declared: str) -> frozenset[str]:
+    return frozenset(digest for digest, _ in _decode_declared(declared).content) if declared else frozenset()
 
 
 def _known(connection: Connection, model: str, name: str) -> AdapterRow:

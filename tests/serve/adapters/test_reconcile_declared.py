@@ -237,6 +237,24 @@ async def test_changes_by_users_are_kept_until_the_declaration_changes(reconcile
     assert reconciler.shares() == {"hf:org/b": 1.0}
 
 
+@pytest.mark.parametrize("then", ["canary", "rollback"])
+@pytest.mark.parametrize("by", ["restart", "apply"])
+async def test_newer_content_of_a_declared_source_stays_as_users_split_it(
+    reconciler: Reconciler, then: str, by: str
+) -> None:
+    """A restart of the controller, or an apply of something else, gave all requests to it."""
+    await reconciler.restart(source())
+    reconciler.store.contents["hf:org/a"] = "newer"
+    weight = 5.0 if then == "canary" else None
+    await reconciler.library.add(AddAdapterRequest(name="sql", source="hf:org/a", weight=weight)).done.wait()
+    if then == "rollback":
+        await reconciler.library.rollback(SQL)
+    split = reconciler.alias().split
+    assert split == (((1, 95.0), (2, 5.0)) if then == "canary" else ((1, 1.0),))
+    await (reconciler.restart(source()) if by == "restart" else reconciler.apply(source()))
+    assert reconciler.alias().split == split
+
+
 @pytest.mark.parametrize("returns_by", ["apply", "first start"])
 async def test_a_removed_name_is_not_added_again(reconciler: Reconciler, returns_by: str) -> None:
     await reconciler.restart(source())
