@@ -300,9 +300,12 @@ def _standing_for(
     past = before.history
     if split != before.alias.split:
         past = (*past, before.alias.split)[-KEPT_HISTORY:]
-    # Keep the versions of this split, of the one to return to, and the latest. Drop history with others.
+    # Keep the versions of this split, of the one to return to and of the declaration, and the latest. Drop
+    # history with others.
     place = _way_back(split, past)
     served = {number for number, _ in (*split, *(() if place is None else past[place]))}
+    declared = _digests(before.declared)
+    served |= {version.number for version in found if version.digest in declared}
     latest = [version.number for version in found if version.number not in served]
     stay = served | set(latest[max(0, len(found) - KEPT_VERSIONS) :])
     return before._replace(

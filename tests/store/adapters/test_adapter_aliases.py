@@ -339,6 +339,16 @@ def test_an_alias_keeps_recent_and_all_served_versions(registry: AdapterAliases,
         assert all(alias.version(number) for number, _ in alias.split)
 
 
+def test_the_declared_version_is_kept_beside_recent_ones(registry: AdapterAliases) -> None:
+    """Without it a restart takes the newest version of its source for the declared one."""
+    registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
+    for i in range(KEPT_VERSIONS + 1):
+        alias = add(registry, f"{i:064x}")
+    assert alias.versions[0].digest == A
+    assert len(alias.versions) == KEPT_VERSIONS
+    assert registry.declared() == {("m", "sql"): {A}}
+
+
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.sampled_from([A, B, C, D])),
