@@ -10,6 +10,7 @@ import copy
 import importlib
 import importlib.util
 import math
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import msgspec
 
 from policy.config.control import Choice
 from policy.errors import ConfigError
+from policy.hashing import hash_name
 from policy.scaling.policies.registry import PolicyChoice
 from policy.scaling.view import Policy, Proposal, View
 
@@ -191,11 +193,19 @@ def _of_file(file: Path) -> Any:
     """The module of a file, executed again if it has changed."""
     key = (file, file.stat().st_mtime_ns)
     if key not in _loaded:
-        spec = importlib.util.spec_from_file_location(f"tidegate_policy_{file.stem}", file)
+        # Other files, and the same one after a change, have other names.
+        name = f"tidegate_policy_{file.stem}_{hash_name(str(key)):x}"
+        spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
         made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
+        # Data classes and structures look for the module of their annotations there.
+        sys.modules[name] = made
+        try:
+            spec.loader.exec_module(made)
+        except BaseException:
+            del sys.modules[name]
+            raise
         _loaded[key] = made
     return _loaded[key]
 

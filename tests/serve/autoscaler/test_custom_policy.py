@@ -243,6 +243,45 @@ async def test_static_replaces_a_missing_policy_after_a_restart(plane: Plane, tm
     assert plane.counts(READY) == {SMALL: 2}
 
 
+DATA = """
+from __future__ import annotations
+from dataclasses import dataclass, KW_ONLY
+import msgspec
+from policy.scaling.view import Proposal
+
+class Part(msgspec.Struct):
+    step: Step
+
+class Step(msgspec.Struct):
+    size: int
+
+@dataclass
+class Adds:
+    _: KW_ONLY
+    more: int = 1
+    def decide(self, view, memory):
+        part = msgspec.convert({"step": {"size": self.more}}, Part)
+        return Proposal(count=view.count + part.step.size, reason="one more")
+"""
+
+
+def test_files_of_one_name_may_have_data_classes(tmp_path: Path) -> None:
+    """Their import failed, as the module was not found by its name."""
+    policies = []
+    for more in (2, 3):
+        folder = tmp_path / str(more)
+        folder.mkdir()
+        policies.append(loaded(custom(folder, DATA.replace("= 1", f"= {more}"))))
+    assert [policy.decide(VIEW, None).count for policy in policies] == [5, 6]
+
+
+def test_module_that_cannot_be_imported_leaves_nothing(tmp_path: Path) -> None:
+    before = set(sys.modules)
+    with pytest.raises(ConfigError):
+        loaded(custom(tmp_path, "raise SystemExit(3)"))
+    assert not [name for name in set(sys.modules) - before if "mine" in name]
+
+
 class Hanging:
     """Is not made before it may be."""
 
