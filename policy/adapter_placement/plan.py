@@ -11,7 +11,9 @@ Zadimoghaddam, 2018). Existing assignments stay, so a plan computed from its own
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import msgspec
@@ -31,6 +33,10 @@ from policy.hashing import rendezvous
 PLAN_PERIOD_S = 5.0
 # The assignment of a version that had none.
 NO_ASSIGNMENT = AdapterAssignment(name="", hosts=(), value=0.0, why="")
+# A version that is given back: its requests per second, the length of its name, and the name.
+_Return = tuple[float, int, str]
+# The higher load per seat after an exchange, the length of the version back, version, target, version back.
+_Exchange = tuple[float, int, str, str, str]
 # Tolerated shortage of slots for loads on demand, and the margin required before their number falls.
 SHORT, MARGIN = 0.25, 0.25
 
@@ -77,6 +83,9 @@ class _Draft:
         self._asked: set[str] = set()
         self._chosen: dict[str, VersionDemand] = {}
         self._homes: dict[str, AdapterAssignment] = {}
+        # Of each replica: the versions assigned to it, and their largest rank before any was moved.
+        self._held: dict[str, set[str]] = {host: set() for host in self._hosts}
+        self._rank: dict[str, int] = {}
         self._left: list[VersionDemand] = []
         self._free = bounds.free
 
@@ -155,7 +164,7 @@ class _Draft:
             most = max(self._hosts, key=lambda host: (self._per_seat(host), host))
             if self._per_seat(most) <= self._bounds.load * self._whole:
                 return
-            after, _, name, other, less = min(self._exchanges(most), default=(math.inf, 0, "", "", ""))
+            after, _, name, other, less = self._best_exchange(most)
             if after >= self._per_seat(most) * (1.0 - 1e-9):
                 return
             self._move(name, most, other)
@@ -264,25 +273,60 @@ class _Draft:
 
     def _padding(self, host: PlacementHost, rank: int) -> int:
         """The distance of ``rank`` from the largest rank on the replica."""
-        ranks = [self._chosen[home.name].rank for home in self._homes.values() if host.id in home.hosts]
-        return abs(rank - max(ranks)) if ranks else 0
+        return abs(rank - self._rank.get(host.id, rank))
 
-    def _exchanges(self, most: str) -> Iterator[tuple[float, int, str, str, str]]:
-        """Moves away from ``most``: the higher load per seat after it, version, target, version back."""
-        for name in self._movable(most):
-            for other in self._hosts:
-                if self._room[other] > 0:
-                    options = [""]
-                else:
-                    options = [less for less in self._movable(other) if self._could(less, most)]
-                for less in options if self._could(name, other) else ():
-                    change = self._share(name) - (self._share(less) if less else 0.0)
-                    here = (self._load[most] - change) / self._hosts[most].seats
-                    there = (self._load[other] + change) / self._hosts[other].seats
-                    yield max(here, there), len(less), name, other, less
+    def _best_exchange(self, most: str) -> _Exchange:
+        """The move away from ``most``, or exchange with it, after which the higher load is least."""
+        best: _Exchange = (math.inf, 0, "", "", "")
+        names = [(self._share(name), name) for name in self._movable(most)]
+        # No exchange leaves both below their mean, so the replicas with the lowest mean come first.
+        for mean, other in sorted((self._mean(most, other), other) for other in self._hosts):
+            if mean * (1.0 - 1e-9) > best[0]:
+                break
+            returns = [(0.0, 0, "")] if self._room[other] > 0 else self._returns(other, most)
+            for share, name in names if returns else ():
+                if self._could(name, other):
+                    best = min(best, self._exchange(most, other, name, share, returns))
+        return best
+
+    def _mean(self, one: str, other: str) -> float:
+        """The load per seat of two replicas."""
+        return (self._load[one] + self._load[other]) / (self._hosts[one].seats + self._hosts[other].seats)
+
+    def _returns(self, source: str, target: str) -> list[_Return]:
+        """What ``source`` can give back to ``target``, by load; of versions with the same load the first."""
+        found = sorted(
+            (self._share(name), len(name), name)
+            for name in self._movable(source)
+            if self._could(name, target)
+        )
+        return [each for place, each in enumerate(found) if not place or found[place - 1][0] < each[0]]
+
+    def _exchange(
+        self, most: str, other: str, name: str, share: float, returns: Sequence[_Return]
+    ) -> _Exchange:
+        """The best of ``returns`` for the version ``name``, which has ``share`` of the load."""
+
+        def loads(given: _Return) -> tuple[float, float]:
+            change = share - given[0]
+            here = (self._load[most] - change) / self._hosts[most].seats
+            there = (self._load[other] + change) / self._hosts[other].seats
+            return here, there
+
+        # The more is given back, the higher is the load here and the lower there: best where they cross.
+        cross = bisect_left(returns, True, key=lambda given: operator.ge(*loads(given)))
+        best = min(max(loads(given)) for given in returns[max(0, cross - 1) : cross + 1])
+        # Loads that differ by a rounding may give the same; of these the first name counts.
+        first = end = cross
+        while first > 0 and loads(returns[first - 1])[1] <= best:
+            first -= 1
+        while end < len(returns) and loads(returns[end])[0] <= best:
+            end += 1
+        _, length, less = min(returns[first:end], key=lambda given: given[1:])
+        return best, length, name, other, less
 
     def _movable(self, host: str) -> list[str]:
-        return [home.name for home in self._homes.values() if host in home.hosts and not self._rests(home)]
+        return [name for name in self._held[host] if not self._rests(self._homes[name])]
 
     def _could(self, name: str, host: str) -> bool:
         there = self._hosts.get(host)
@@ -300,6 +344,8 @@ class _Draft:
         self._homes[demand.name] = msgspec.structs.replace(
             home, hosts=(*home.hosts, host), why=_reason(why, demand), moved_at=moved_at
         )
+        self._held[host].add(demand.name)
+        self._rank[host] = max(demand.rank, self._rank.get(host, 0))
         self._room[host] -= 1
         self._load[host] += demand.expected / home.degree
 
@@ -308,6 +354,8 @@ class _Draft:
         hosts = tuple(target if host == source else host for host in home.hosts)
         why = _reason(PlacementReason.EVENED, self._chosen[name])
         self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=why, moved_at=self._at)
+        self._held[source].remove(name)
+        self._held[target].add(name)
         self._room[source] += 1
         self._room[target] -= 1
         self._load[source] -= self._share(name)

@@ -113,7 +113,8 @@ class EngineLatencyModel:
         point = self._at(lam, high)
         if high > low and point.gap < high:
             point = self._root(lam, low, self._at(lam, low).gap - low, high, point.gap - high)
-        if lam > 0.0:
+        # Of the smallest rates the product underflows to 0.
+        if point.begun > 0.0:
             gap = point.begun / lam
             nudged = self._at(lam, gap * 1.01)
             point.feedback = max(0.0, (nudged.gap - point.gap) / (0.01 * gap))

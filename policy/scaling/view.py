@@ -14,6 +14,9 @@ from policy.config.control import SloConfig
 from policy.engine.replica_capacity import Capability, IdleLatency
 from policy.signals.types import Signals
 
+# Smaller rates count as zero.
+_NOBODY = 1e-6
+
 
 class Supply(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas of the model's layer: ``serving`` ones, and the seconds until each starting one is ready.
@@ -59,6 +62,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return demand is not None and (
             demand.queued > 0 or demand.concurrency.last_6_s > 0 or demand.arrivals.last_6_s > 0
         )
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether gateways report, no request waits or runs, and none arrived in the last minute."""
+        demand = self.signals.demand
+        return demand is not None and demand.arrivals.last_60_s <= _NOBODY and not self.has_demand
 
     def within(self, count: int) -> int:
         """``count`` within the bounds of the mode, and at least 1 while there is demand."""

@@ -213,8 +213,8 @@ class AdapterRegistry:
                 adding.revoke()
         log.info("adapter %s on %s: removed", key[1], key[0])
 
-    async def declared(self) -> set[Key]:
-        """The names that the deployment file declared."""
+    async def declared(self) -> dict[Key, frozenset[str]]:
+        """The names that the deployment file declared, each with the digests that it had then."""
         return await run_in_thread(self._store.names.declared, "adapters-read")
 
     async def tar(self, digest: str) -> Iterator[bytes] | None:

@@ -65,15 +65,14 @@ class AdapterController:
 
     def beat(self, beat: Heartbeat) -> HeartbeatResponse:
         """Record the adapter usage of a registered replica; the adapters that are planned for it."""
-        now = self.monotonic()
-        self._demand.note(beat, now)
+        self._demand.note(beat, self.monotonic())
         replica = beat.replica
         if replica.model in self.library.catalog.models and self._placement.lacks(replica):
-            # A starting replica gets its plan at once, so that it can load adapters before traffic.
-            self._plan(replica.model, now)
+            # A starting replica gets a plan by its next heartbeat: it can load adapters before traffic.
+            self._placement.hasten(replica.model)
         return self._placement.orders(replica.id)
 
-    def place(self) -> None:
+    async def place(self) -> None:
         """Make the placement plans that are due."""
         now = self.monotonic()
         due = [model for model in self.library.catalog.models if self._placement.due(model, now)]
@@ -83,7 +82,8 @@ class AdapterController:
             self._placement.keep(self.library.catalog.models, replicas)
         for model in due:
             with self.failures.recorded(model, "adapter placement"):
-                self._plan(model, now)
+                aliases = self.library.catalog.of(model)
+                await self._placement.plan(model, self._replicas(model), aliases, now)
 
     def status(self) -> AdaptersStatus:
         """The status of all adapters."""
@@ -147,9 +147,6 @@ class AdapterController:
                 # An unforeseen error must not stop the loop: existing adapters must be kept available.
                 log.exception("adapters")
             await wait_at_most(self.changed, STEP_S)
-
-    def _plan(self, model: str, now: float) -> None:
-        self._placement.plan(model, self._replicas(model), self.library.catalog.of(model), now)
 
     def _replicas(self, model: str) -> list[Replica]:
         return [replica for replica in self._fleet() if replica.model == model]

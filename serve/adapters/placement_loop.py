@@ -12,6 +12,7 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.adapter_catalog import Alias, served_name
 from policy.wire.heartbeat import AdapterRef, HeartbeatResponse
 from serve.adapters.adapter_demand import AdapterDemandTracker
+from serve.async_waiting import run_in_thread
 
 # Assumed seconds of a load before one was measured.
 LOAD_S = 0.25
@@ -32,8 +33,14 @@ class AdapterPlacementPlans:
         """Whether a new plan of ``model`` is due."""
         return at - self._planned_at.get(model, float("-inf")) >= PLAN_PERIOD_S
 
-    def plan(self, model: str, replicas: Iterable[Replica], aliases: Iterable[Alias], at: float) -> None:
-        """Make a plan for the ``replicas`` and ``aliases`` of ``model``."""
+    def hasten(self, model: str) -> None:
+        """Make a new plan of ``model`` due."""
+        self._planned_at.pop(model, None)
+
+    async def plan(
+        self, model: str, replicas: Iterable[Replica], aliases: Iterable[Alias], at: float
+    ) -> None:
+        """Make a plan for the ``replicas`` and ``aliases`` of ``model``; one call at a time."""
         self._planned_at[model] = at
         hosts = [self._host(replica, at) for replica in replicas if _takes(replica)]
         known = {
@@ -48,7 +55,9 @@ class AdapterPlacementPlans:
             for host in hosts:
                 self._holds.setdefault(host.id, None)
             return
-        made = self._plans[model] = plan(hosts, demands, last, at)
+        # With thousands of slots a plan takes a second: heartbeats and the lease must not wait for it.
+        made = await run_in_thread(lambda: plan(hosts, demands, last, at), "adapters-plan")
+        self._plans[model] = made
         for host in hosts:
             held = made.hold.get(host.id, ())
             self._holds[host.id] = tuple(known[name] for name in held if name in known)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from policy.config.deployment import AdapterSource, Deployment
-from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
+from policy.errors import AdapterRefused, AdapterUnknown
 from policy.stats.backoff import Backoff
-from policy.wire.adapter_catalog import Alias
+from policy.wire.adapter_catalog import Alias, CatalogVersion
 from serve.adapters.adapter_registry import AdapterRegistry
 from serve.adapters.add_job_state import AddAdapterJob, Key, is_remote
 from serve.async_waiting import run_in_thread
@@ -30,6 +30,15 @@ class DeclarationError(NamedTuple):
     retry_at: float
 
 
+class _Import(NamedTuple):
+    """A running job, the stamps of its files when it began, and the names that were to be looked at then."""
+
+    entry: AdapterSource
+    stamps: dict[str, int]
+    again: set[Key]
+    job: AddAdapterJob
+
+
 class DeclaredAdapterReconciler:
     """Compares the declared adapters with the existing ones whenever :meth:`step` is called.
 
@@ -43,12 +52,13 @@ class DeclaredAdapterReconciler:
         self._state = state
         self._monotonic = monotonic
         removed = state.load(state.removed_path, list[Key])
-        self._removed = set(removed or ())
+        self._removed: set[Key] = set(removed or ())
         self._fresh = removed is None
         self._wanted: dict[Key, AdapterSource] = {}
         self._made: set[Key] | None = None
         self._done: dict[Key, AdapterSource] = {}
-        self._running: dict[Key, tuple[AdapterSource, AddAdapterJob]] = {}
+        self._running: dict[Key, _Import] = {}
+        # The names that an apply wants compared with their files: a new set for each apply.
         self._again: set[Key] = set()
         self._stamps: dict[str, int] = {}
         self.troubles: dict[Key, DeclarationError] = {}
@@ -66,8 +76,9 @@ class DeclaredAdapterReconciler:
             self._again = set(self._wanted)
             self.troubles.clear()
             if self._removed or (self._fresh and self._wanted):
-                self._removed.clear()
+                # Where this raises, the next apply or remove tries again.
                 self._state.save(self._state.removed_path, [])
+                self._removed = set()
                 self._fresh = False
 
     async def remove(self, key: Key) -> None:
@@ -78,8 +89,9 @@ class DeclaredAdapterReconciler:
         await self._library.read()
         ours = key in self._wanted and key not in self._removed
         if ours:
-            self._removed.add(key)
-            self._state.save(self._state.removed_path, sorted(self._removed))
+            removed = self._removed | {key}
+            self._state.save(self._state.removed_path, sorted(removed))
+            self._removed = removed
             self.troubles.pop(key, None)
         try:
             await self._library.remove(key)
@@ -93,21 +105,25 @@ class DeclaredAdapterReconciler:
     async def step(self) -> None:
         """Start missing jobs, handle ended ones, and remove names that are no longer declared."""
         if self._made is None:
-            self._made = await self._library.declared()
-        for key, (source, adding) in list(self._running.items()):
-            if adding.done.is_set():
-                self._end(key, source, adding.error)
+            self._made = set(await self._library.declared())
+        for key, running in list(self._running.items()):
+            if running.job.done.is_set():
+                self._end(key, running)
         for key in self._made - self._wanted.keys() - self._running.keys():
             with contextlib.suppress(AdapterUnknown):
                 await self._library.remove(key)
             self._made.discard(key)
             self._done.pop(key, None)
-        due = [key for key in self._wanted if key not in self._running and self._is_due(key)]
+        wanted = self._wanted
+        due = [key for key in wanted if key not in self._running and self._is_due(key)]
         if due:
-            sources = [source for key in due for source, _ in _parts(self._wanted[key])]
+            sources = [source for key in due for source, _ in _parts(wanted[key])]
             stamps = await run_in_thread(lambda: _stamps(sources), "adapters-look")
+            declared = await self._library.declared()
             for key in due:
-                self._begin(key, stamps)
+                # A deployment or a removal may have come meanwhile; the next step looks anew.
+                if self._wanted is wanted and self._is_due(key):
+                    self._begin(key, stamps, declared.get(key, frozenset()))
 
     def _is_due(self, key: Key) -> bool:
         if key in self._removed:
@@ -122,27 +138,30 @@ class DeclaredAdapterReconciler:
             return True
         return self._done.get(key) != self._wanted[key] and not _matches(self._wanted[key], alias)
 
-    def _begin(self, key: Key, stamps: dict[str, int]) -> None:
+    def _begin(self, key: Key, stamps: dict[str, int], declared: Collection[str]) -> None:
         entry, alias = self._wanted[key], self._library.catalog.get(key)
         parts = _parts(entry)
-        taken = {version.source: version for version in alias.versions} if alias else {}
+        taken = _taken(alias, declared) if alias else {}
         known = {
             source: taken[redacted(source)]
             for source, _ in parts
             if redacted(source) in taken
             and not (key in self._again and stamps.get(source) != self._stamps.get(source))
         }
-        self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
-        self._again.discard(key)
         adding = AddAdapterJob(key, parts, entry.tenants, known=known, declared=True, any_base=entry.force)
-        self._running[key] = (entry, self._library.begin(adding))
+        seen = {source: stamps[source] for source, _ in parts if source in stamps}
+        self._running[key] = _Import(entry, seen, self._again, self._library.begin(adding))
 
-    def _end(self, key: Key, source: AdapterSource, error: TidegateError | None) -> None:
+    def _end(self, key: Key, ended: _Import) -> None:
         assert self._made is not None
         del self._running[key]
+        source, error = ended.entry, ended.job.error
         if error is None:
             self._made.add(key)
             self._done[key] = source
+            # After a failure the files still count as new, so that the next attempt imports them.
+            self._stamps |= ended.stamps
+            ended.again.discard(key)
             self.troubles.pop(key, None)
             return
         last = self.troubles.get(key)
@@ -158,6 +177,15 @@ def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:
     if entry.versions:
         return tuple((version.source, version.weight) for version in entry.versions.values())
     return ((entry.source or entry.path, 1.0),)
+
+
+def _taken(alias: Alias, declared: Collection[str]) -> dict[str, CatalogVersion]:
+    """The version of each source: the one ``declared`` last, else the newest.
+
+    A newer one of the same source, which a user added beside it, is not what the deployment file stands for.
+    """
+    ordered = sorted(alias.versions, key=lambda version: version.digest in declared)
+    return {version.source: version for version in ordered}
 
 
 def _matches(entry: AdapterSource, alias: Alias) -> bool:

@@ -10,6 +10,7 @@ import copy
 import importlib
 import importlib.util
 import math
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,13 +22,17 @@ import msgspec
 
 from policy.config.control import Choice
 from policy.errors import ConfigError
+from policy.hashing import hash_name
 from policy.scaling.policies.registry import PolicyChoice
 from policy.scaling.view import Policy, Proposal, View
 
 # Maximum duration of a decision. A policy that takes longer is not called again before it has returned.
 PATIENCE_S = 1.0
 
-_lock = threading.Lock()
+# One for each module: an import that hangs must not keep other policies from being loaded.
+_locks: dict[str, threading.Lock] = {}
+# Threads that still import or make a policy, by class and parameters.
+_loading: dict[tuple[str, str], threading.Thread] = {}
 _loaded: dict[tuple[Path, int], Any] = {}
 _stamps: dict[str, int] = {}
 _decode_proposal = msgspec.json.Decoder(Proposal).decode
@@ -66,6 +71,34 @@ def load(chosen: PolicyChoice, path: str) -> Policy:
             path, chosen.arguments, f"parameters that {name} takes ({_describe(error)})"
         ) from error
     return cast(Policy, made)
+
+
+def load_within(patience_s: float, chosen: PolicyChoice, path: str) -> Policy:
+    """As :func:`load`, but refused if that takes longer."""
+    found: list[Policy | BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(load(chosen, path))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the thread is waited for
+            found.append(error)
+
+    key = chosen.class_path, repr(chosen.arguments)
+    before = _loading.pop(key, None)
+    if before is None or not before.is_alive():
+        before = threading.Thread(target=run, name="a custom policy is loaded", daemon=True)
+        before.start()
+    before.join(patience_s)
+    if before.is_alive():
+        _loading[key] = before
+    if not found:
+        raise ConfigError(
+            path, chosen.class_path, f"a policy that is imported and made within {patience_s:g} s"
+        )
+    (outcome,) = found
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 @dataclass(eq=False)
@@ -152,31 +185,40 @@ def _invalid(proposal: object) -> str:
 
 
 def _module(name: str) -> Any:
-    if not name.endswith(".py"):
-        return _imported(name)
-    file = Path(name)
+    with _locks.setdefault(name, threading.Lock()):
+        return _of_file(Path(name)) if name.endswith(".py") else _imported(name)
+
+
+def _of_file(file: Path) -> Any:
+    """The module of a file, executed again if it has changed."""
     key = (file, file.stat().st_mtime_ns)
-    with _lock:
-        if key not in _loaded:
-            spec = importlib.util.spec_from_file_location(f"tidegate_policy_{file.stem}", file)
-            assert spec is not None
-            assert spec.loader is not None
-            made = importlib.util.module_from_spec(spec)
+    if key not in _loaded:
+        # Other files, and the same one after a change, have other names.
+        name = f"tidegate_policy_{file.stem}_{hash_name(str(key)):x}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        # Data classes and structures look for the module of their annotations there.
+        sys.modules[name] = made
+        try:
             spec.loader.exec_module(made)
-            _loaded[key] = made
-        return _loaded[key]
+        except BaseException:
+            del sys.modules[name]
+            raise
+        _loaded[key] = made
+    return _loaded[key]
 
 
 def _imported(name: str) -> Any:
     """A module by its name, reloaded if its file has changed."""
-    with _lock:
-        module = importlib.import_module(name)
-        file = getattr(module, "__file__", None)
-        stamp = Path(file).stat().st_mtime_ns if file else 0
-        if _stamps.setdefault(name, stamp) != stamp:
-            module = importlib.reload(module)
-            _stamps[name] = stamp
-        return module
+    module = importlib.import_module(name)
+    file = getattr(module, "__file__", None)
+    stamp = Path(file).stat().st_mtime_ns if file else 0
+    if _stamps.setdefault(name, stamp) != stamp:
+        module = importlib.reload(module)
+        _stamps[name] = stamp
+    return module
 
 
 def _place(error: BaseException, module: str) -> str:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.engine.replica_capacity import Capability
 from policy.errors import ConfigError
-from policy.scaling.policies.registry import CUSTOM, PolicyChoice, choose
-from policy.scaling.view import Policy, Supply, View
+from policy.scaling.policies.registry import CUSTOM, choose
+from policy.scaling.view import Supply, View
 from policy.signals.types import LatencyQuantiles, ModelDemand, Rates, ReplicaSample, Signals
-from serve.autoscaler.custom_policy import GuardedPolicy, load
+from serve.autoscaler.custom_policy import GuardedPolicy, load_within
 
 # Maximum duration of a sample decision; the first one may import modules.
 SAMPLE_DECISION_S = 5.0
 # Policies whose sample decision has not ended, by class and parameters: a watched deployment file is tried
 # again and again, and each call would be one more thread that may never end.
 _unfinished: dict[tuple[type, str], GuardedPolicy] = {}
-# Those that are still being imported or made, by class and parameters.
-_loading: dict[tuple[str, str], threading.Thread] = {}
 
 _AT = 1_767_268_800.0  # noon of a day
 _RATES = Rates(last_6_s=3.0, last_20_s=2.5, last_60_s=2.0, last_600_s=1.5)
@@ -76,7 +73,7 @@ def check_custom_policy(
         path = f"models[{spec.name}].control.{key}"
         if choice is None or (chosen := choose(path, choice)).name != CUSTOM or not spec.modes:
             continue
-        loaded = _load_within(load_s, chosen, path)
+        loaded = load_within(load_s, chosen, path)
         called = type(loaded), repr(chosen.arguments)
         policy = _unfinished.pop(called, None) or GuardedPolicy(
             loaded, lambda _: None, alone=True, patience_s=patience_s
@@ -91,31 +88,3 @@ def check_custom_policy(
                     path, chosen.class_path, f"a policy that decides on a sample view (it {error})"
                 )
             memory = proposal.memory
-
-
-def _load_within(patience_s: float, chosen: PolicyChoice, path: str) -> Policy:
-    """As :func:`serve.autoscaler.custom_policy.load`, but refused if that takes longer."""
-    found: list[Policy | BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(load(chosen, path))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the thread is waited for
-            found.append(error)
-
-    key = chosen.class_path, repr(chosen.arguments)
-    before = _loading.pop(key, None)
-    if before is None or not before.is_alive():
-        before = threading.Thread(target=run, name="a custom policy is loaded", daemon=True)
-        before.start()
-    before.join(patience_s)
-    if before.is_alive():
-        _loading[key] = before
-    if not found:
-        raise ConfigError(
-            path, chosen.class_path, f"a policy that is imported and made within {patience_s:g} s"
-        )
-    (outcome,) = found
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome

@@ -13,12 +13,15 @@ from policy.errors import ConfigError
 from policy.scaling.decide import ModelPolicies
 from policy.scaling.policies.registry import CUSTOM, NAMES, choose, make
 from policy.scaling.view import Policy
-from serve.autoscaler.custom_policy import GuardedPolicy, load
+from serve.autoscaler.custom_policy import GuardedPolicy, load_within
 from serve.autoscaler.decision_journal import JournaledPolicies
 from serve.state.desired_state import wanted_models
 
 # Keeps the replica count.
 STAY = "static"
+# Maximum duration of the import and making of a user's policy: a controller that starts waits for it. Twice
+# that of the check before an apply, as all of a host may start at once.
+LOAD_S = 10.0
 
 Event = Callable[[str], None]
 
@@ -82,7 +85,7 @@ def policies_for(model: str, chosen: JournaledPolicies, event: Event) -> ModelPo
 def _made(path: str, choice: Choice, event: Event) -> Policy:
     chosen = choose(path, choice)
     if chosen.name == CUSTOM:
-        return GuardedPolicy(load(chosen, path), event, alone=True)
+        return GuardedPolicy(load_within(LOAD_S, chosen, path), event, alone=True)
     return GuardedPolicy(make(chosen), event)
 
 

@@ -415,7 +415,7 @@ class Controller:
                     await self._tick_model(name)
         models = fleet_models(self._targets, self._observed, self._failures, self.autoscaler.at)
         self.registry.set_models(models)
-        self.adapters.place()
+        await self.adapters.place()
 
     def _has_listened(self) -> bool:
         """Whether running replicas had the time to report: without data nothing is changed."""

@@ -80,11 +80,11 @@ class AdapterAliases:
         with self._database.reading() as connection:
             return revision(connection)
 
-    def declared(self) -> set[tuple[str, str]]:
-        """Model and name of the aliases that the deployment file declared."""
+    def declared(self) -> dict[tuple[str, str], frozenset[str]]:
+        """The digests last declared, by model and name, of the aliases that the deployment file declared."""
         with self._database.reading() as connection:
             return {
-                (record.alias.model, record.alias.name)
+                (record.alias.model, record.alias.name): _digests(record.declared)
                 for record in load(connection)
                 if record.origin == DOCUMENT
             }
@@ -208,6 +208,10 @@ def _find(connection: Connection, model: str, name: str) -> AdapterRow | None:
     return next(iter(load(connection, model, name)), None)
 
 
+def _digests(declared: str) -> frozenset[str]:
+    return frozenset(digest for digest, _ in _decode_declared(declared).content) if declared else frozenset()
+
+
 def _known(connection: Connection, model: str, name: str) -> AdapterRow:
     found = _find(connection, model, name)
     if found is None:
@@ -296,9 +300,12 @@ def _standing_for(
     past = before.history
     if split != before.alias.split:
         past = (*past, before.alias.split)[-KEPT_HISTORY:]
-    # Keep the versions of this split, of the one to return to, and the latest. Drop history with others.
+    # Keep the versions of this split, of the one to return to and of the declaration, and the latest. Drop
+    # history with others.
     place = _way_back(split, past)
     served = {number for number, _ in (*split, *(() if place is None else past[place]))}
+    declared = _digests(before.declared)
+    served |= {version.number for version in found if version.digest in declared}
     latest = [version.number for version in found if version.number not in served]
     stay = served | set(latest[max(0, len(found) - KEPT_VERSIONS) :])
     return before._replace(

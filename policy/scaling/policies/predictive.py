@@ -51,8 +51,6 @@ LEAST_BUSY = 1e-3
 BY_CHANCE = 0.3
 # The longest forecast horizon.
 LONGEST_S = 3600.0
-# Smaller rates count as zero.
-_NOBODY = 1e-6
 # A removed replica that is needed again within this time should have stayed.
 SOON_S = 600.0
 # The spare capacity required for a scale-down, in replicas: added each time, at most, and its decay time.
@@ -186,8 +184,7 @@ class Predictive(Section, frozen=True):
         newest, over_s = _newest(demand.arrivals, elapsed_s)
         jumps = over_s if lead_s <= QUICK_S else 0.0
         series = observed(series, view.at, newest, self._smoothing, jumps)
-        deserted = demand.arrivals.last_60_s <= _NOBODY and not view.has_demand
-        forecast = 0.0 if deserted else is_usable(self._ahead(series, lead_s))
+        forecast = 0.0 if view.is_deserted else is_usable(self._ahead(series, lead_s))
         # The level, since a mean of the last minute is half a minute late.
         series = with_trial(series, is_usable(series.level), lead_s, forecast)
         return series, forecast, is_usable(forecast + shortfall(series, self.quantile, forecast))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -308,6 +310,21 @@ def test_without_free_slots_loads_are_evened_by_exchanges() -> None:
     assert len(later.moves) == 2 and max(later.load.values()) <= 1.25
     assert {why(later, move.name) for move in later.moves} == {PlacementReason.EVENED}
     assert all(move.source and move.target for move in later.moves)
+
+
+def test_exchanges_between_many_full_replicas_cost_little() -> None:
+    """Each compared all pairs of versions of all replicas, and looked at all versions for each pair."""
+    hosts = [host(number, slots=16) for number in range(16)]
+    demands = [demand(f"a{number}", 1.0 + number / 1000) for number in range(256)]
+    made = plan(hosts, demands, EMPTY, 0.0, ALL)
+    hot = {name for each in hosts[:8] for name in made.hold[each.id]}
+    demands = [demand(each.name, each.rate * (8.0 if each.name in hot else 1.0)) for each in demands]
+    with cProfile.Profile() as profile:
+        later = plan(hosts, demands, made, 60.0, ALL)
+    exchanged = len(later.moves) / 2
+    assert exchanged > 20 and max(later.load.values()) <= 1.25
+    stats: Any = pstats.Stats(profile)
+    assert stats.total_calls < 10_000 * exchanged
 
 
 def test_assignments_survive_a_time_without_replicas() -> None:

@@ -224,6 +224,12 @@ def test_a_single_request_does_not_wait() -> None:
     assert alone.itl_p95_s == pytest.approx(engine.model.step_time(1, 1075, 1), rel=1e-3)
 
 
+def test_the_smallest_rates_are_predicted_too() -> None:
+    case = CASES[3]
+    least = latency_at(timing(case), workload(case, math.ulp(0.0)), NOTHING)
+    assert least.itl_p95_s == pytest.approx(latency_at(timing(case), workload(case), NOTHING).itl_p95_s)
+
+
 def test_answers_of_one_token_ignore_the_itl_slo() -> None:
     """Embeddings and answers of one token have no inter-token gap."""
     case = CASES[3]

@@ -221,7 +221,10 @@ async def test_starting_replica_gets_its_plan(plane: Plane, served: httpx.AsyncC
     wanted = AdapterRef(name="sql", digest=digest)
     assert (await beat(served, running)).hold == (wanted,)
     await beat(served, msgspec.structs.replace(running, state=ReplicaPhase.STOPPED))
-    assert (await beat(served, replica("new", state=ReplicaPhase.STARTING))).hold == (wanted,)
+    starting = replica("new", state=ReplicaPhase.STARTING)
+    assert (await beat(served, starting)).hold is None
+    await plane.controller.tick()
+    assert (await beat(served, starting)).hold == (wanted,), "before five seconds have passed"
 
 
 @pytest.mark.slow

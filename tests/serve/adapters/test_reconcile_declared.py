@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,59 @@ async def test_changed_folder_is_imported_again_by_an_apply(reconciler: Reconcil
     assert reconciler.alias().split == ((2, 1.0),)
 
 
+async def test_changed_folder_whose_import_fails_is_imported_again(
+    reconciler: Reconciler, tmp_path: Path
+) -> None:
+    """The retry took the stored version of the old files for the new one, for ever."""
+    folder = tmp_path / "sql"
+    folder.mkdir()
+    entry = {"name": "sql", "path": str(folder)}
+    await reconciler.restart(entry)
+    (folder / "adapter_model.safetensors").write_text("two")
+    reconciler.store.contents[str(folder)] = OSError("disk full")
+    await reconciler.apply(entry)
+    assert SQL in reconciler.declaring.troubles
+    reconciler.store.contents[str(folder)] = "two"
+    await reconciler.settle()
+    assert reconciler.store.imported == [str(folder)] * 2, "not before the back-off has passed"
+    reconciler.now += RETRY.first_s
+    await reconciler.settle()
+    assert reconciler.declaring.troubles == {}
+    assert reconciler.alias().split == ((2, 1.0),)
+    await reconciler.apply(entry)
+    assert reconciler.store.imported == [str(folder)] * 3
+
+
+async def test_folder_that_changes_during_its_import_is_imported_again_by_an_apply(
+    reconciler: Reconciler, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sql"
+    folder.mkdir()
+    entry = {"name": "sql", "path": str(folder)}
+    await reconciler.restart(entry)
+    (folder / "adapter_model.safetensors").write_text("two")
+    reconciler.store.contents[str(folder)] = "two"
+    reconciler.store.gate.clear()
+    reconciler.declare((entry,), applied=True)
+    await reconciler.declaring.step()
+    (folder / "adapter_config.json").write_text("three")
+    reconciler.declare((entry,), applied=True)
+    reconciler.store.gate.set()
+    await reconciler.settle()
+    assert reconciler.store.imported == [str(folder)] * 3
+
+
+async def test_a_name_removed_as_its_files_are_looked_at_is_not_added(reconciler: Reconciler) -> None:
+    await reconciler.restart()
+    reconciler.declare((source(),), applied=True)
+    step = asyncio.create_task(reconciler.declaring.step())
+    await asyncio.sleep(0)  # its thread looks at the files, and answers over the event loop
+    await reconciler.declaring.remove(SQL)
+    await step
+    await reconciler.settle()
+    assert reconciler.store.imported == []
+
+
 async def test_unreachable_source_is_retried_with_backoff(reconciler: Reconciler) -> None:
     reconciler.store.contents["hf:org/a"] = unreachable("no route")
     await reconciler.restart(source(), source("law", "hf:org/law"))
@@ -180,6 +235,24 @@ async def test_changes_by_users_are_kept_until_the_declaration_changes(reconcile
     assert "hf:org/a" in {version.source for version in reconciler.alias().versions}
     await reconciler.apply(source(at="hf:org/b"))
     assert reconciler.shares() == {"hf:org/b": 1.0}
+
+
+@pytest.mark.parametrize("then", ["canary", "rollback"])
+@pytest.mark.parametrize("by", ["restart", "apply"])
+async def test_newer_content_of_a_declared_source_stays_as_users_split_it(
+    reconciler: Reconciler, then: str, by: str
+) -> None:
+    """A restart of the controller, or an apply of something else, gave all requests to it."""
+    await reconciler.restart(source())
+    reconciler.store.contents["hf:org/a"] = "newer"
+    weight = 5.0 if then == "canary" else None
+    await reconciler.library.add(AddAdapterRequest(name="sql", source="hf:org/a", weight=weight)).done.wait()
+    if then == "rollback":
+        await reconciler.library.rollback(SQL)
+    split = reconciler.alias().split
+    assert split == (((1, 95.0), (2, 5.0)) if then == "canary" else ((1, 1.0),))
+    await (reconciler.restart(source()) if by == "restart" else reconciler.apply(source()))
+    assert reconciler.alias().split == split
 
 
 @pytest.mark.parametrize("returns_by", ["apply", "first start"])
@@ -275,3 +348,30 @@ async def test_missing_declared_name_can_be_removed(reconciler: Reconciler) -> N
     assert reconciler.store.imported == ["hf:org/a"]
     with pytest.raises(AdapterUnknown):
         await reconciler.declaring.remove(SQL)
+
+
+@contextlib.contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """A file that cannot be written, as on a full disk: a folder is in its place."""
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    yield
+    path.rmdir()
+
+
+async def test_a_removal_that_could_not_be_stored_is_stored_by_the_next(reconciler: Reconciler) -> None:
+    """It was taken for stored: after a restart of the controller the name was served again."""
+    removed = reconciler.state.removed_path
+    await reconciler.restart(source())
+    with unwritable(removed), pytest.raises(IsADirectoryError):
+        await reconciler.declaring.remove(SQL)
+    await reconciler.declaring.remove(SQL)
+    stored = removed.read_bytes()
+    await reconciler.restart(source())
+    assert reconciler.library.catalog.get(SQL) is None
+    with unwritable(removed), pytest.raises(IsADirectoryError):
+        await reconciler.apply(source())
+    removed.write_bytes(stored)
+    await reconciler.apply(source())
+    await reconciler.restart(source())
+    assert reconciler.shares() == {"hf:org/a": 1.0}

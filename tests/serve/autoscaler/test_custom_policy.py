@@ -18,7 +18,7 @@ from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
 from policy.scaling.view import Policy, Proposal, Supply, View
 from policy.signals.types import Signals
-from serve.autoscaler.custom_policy import GuardedPolicy, beside, load
+from serve.autoscaler.custom_policy import GuardedPolicy, beside, load, load_within
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -241,6 +241,83 @@ async def test_static_replaces_a_missing_policy_after_a_restart(plane: Plane, tm
     plane.controller.scale("m", 2)
     await traffic.run(2)
     assert plane.counts(READY) == {SMALL: 2}
+
+
+DATA = """
+from __future__ import annotations
+from dataclasses import dataclass, KW_ONLY
+import msgspec
+from policy.scaling.view import Proposal
+
+class Part(msgspec.Struct):
+    step: Step
+
+class Step(msgspec.Struct):
+    size: int
+
+@dataclass
+class Adds:
+    _: KW_ONLY
+    more: int = 1
+    def decide(self, view, memory):
+        part = msgspec.convert({"step": {"size": self.more}}, Part)
+        return Proposal(count=view.count + part.step.size, reason="one more")
+"""
+
+
+def test_files_of_one_name_may_have_data_classes(tmp_path: Path) -> None:
+    """Their import failed, as the module was not found by its name."""
+    policies = []
+    for more in (2, 3):
+        folder = tmp_path / str(more)
+        folder.mkdir()
+        policies.append(loaded(custom(folder, DATA.replace("= 1", f"= {more}"))))
+    assert [policy.decide(VIEW, None).count for policy in policies] == [5, 6]
+
+
+def test_module_that_cannot_be_imported_leaves_nothing(tmp_path: Path) -> None:
+    before = set(sys.modules)
+    with pytest.raises(ConfigError):
+        loaded(custom(tmp_path, "raise SystemExit(3)"))
+    assert not [name for name in set(sys.modules) - before if "mine" in name]
+
+
+class Hanging:
+    """Is not made before it may be."""
+
+    may_be_made = threading.Event()
+
+    def __init__(self) -> None:
+        self.may_be_made.wait(60)
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        return view.hold(memory, "as it is")
+
+
+async def test_static_replaces_a_policy_that_hangs_after_a_restart(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller started no control loop: nothing replaced replicas that died."""
+    Hanging.may_be_made.set()
+    control = {"tick_s": 1, "policy": {"custom": f"{__name__}:Hanging"}}
+    await plane.ready(document(sim_model(control=control)))
+    assert plane.controller.status().models[0].decided_by == f"{__name__}:Hanging"
+    Hanging.may_be_made.clear()
+    monkeypatch.setattr("serve.autoscaler.policies.LOAD_S", 0.01)
+    await plane.restart()
+    assert plane.controller.status().models[0].decided_by == "static"
+    Hanging.may_be_made.set()
+
+
+def test_a_module_that_hangs_keeps_no_other_from_being_loaded(tmp_path: Path) -> None:
+    reading = tmp_path / "reading.py"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading.write_text(f"from pathlib import Path\nPath({str(pipe)!r}).read_text()\n{ADDS}")
+    with pytest.raises(ConfigError, match=r"imported and made within 0\.01 s"):
+        load_within(0.01, choose("p", {"custom": f"{reading}:Adds"}), "p")
+    assert load_within(60.0, choose("p", custom(tmp_path)), "p").decide(VIEW, None).count == 4
+    pipe.write_text("")  # it goes on
 
 
 @pytest.mark.slow

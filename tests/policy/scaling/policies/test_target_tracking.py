@@ -89,6 +89,16 @@ def test_the_count_is_scaled_by_ttft_over_its_slo() -> None:
     assert policy.decide(view(slow, count=4, slo=SloConfig()), None).count == 12  # of 1 s
 
 
+def test_without_traffic_ttft_is_no_reason_for_replicas() -> None:
+    """The last TTFT is a minute old then: the count stayed as it was for ever."""
+    policy = tracking(TargetMetric.TTFT_P95, None)
+    rows = [(0, demand(8.0, ttft=late(2.0))), (5, demand(0.0, concurrency=1.0)), (10, demand(0.0))]
+    assert counts(policy, rows, count=4) == [4, 4, 1]
+    assert policy.decide(view(demand(0.0), count=4, least=0), None).count == 0
+    # What is refused is no reason to have fewer.
+    assert policy.decide(view(demand(8.0, concurrency=0.0), count=4), None).count == 4
+
+
 def test_a_queued_request_wakes_a_model_at_zero() -> None:
     for metric in TargetMetric:
         policy = tracking(metric)
