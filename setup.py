@@ -129,6 +129,7 @@ MODULES = {
         "telemetry/latency_parts",
         "telemetry/metrics",
         "telemetry/metric_families",
+        "telemetry/queue_metrics",
         "telemetry/traces/request_trace",
         "telemetry/tenant_metrics",
     ),

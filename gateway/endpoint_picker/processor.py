@@ -60,6 +60,7 @@ class Processor:
         self._reading = asyncio.Event()
         self._reading.set()
         self._head: Message | None = None
+        self._own = bytearray()
         self._answer: list[tuple[bytes, bytes]] | None = None
         self._answering = self._ended = False
         self.received = False
@@ -248,7 +249,9 @@ class Processor:
         if not self._answering:
             assert head is not None
             if self._answer is None or head["status"] != 200:
-                self._answer_at_once(head, body)
+                self._own += body
+                if last:
+                    self._answer_at_once(head, bytes(self._own))
                 return SENT
             self._answering = True
             sent = {name for name, _ in head["headers"]}
@@ -288,13 +291,25 @@ class Processor:
             try:
                 await self._write(message)
             except Exception:  # noqa: BLE001 - the proxy has ended the stream, in whatever way
-                self._ended = True
+                self._lose()
                 return
             if message.WhichOneof("kind") == "response_body":
                 self._unsent -= len(message.response_body.response.body_mutation.streamed_response.body)
-                if self._drained is not None and self._unsent <= MAX_UNSENT // 2:
-                    self._drained.set_result(None)
-                    self._drained = None
+                if self._unsent <= MAX_UNSENT // 2:
+                    self._drain()
+
+    def _drain(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    def _lose(self) -> None:
+        """The proxy takes nothing more: what waits until it does would wait for ever."""
+        if not self._ended and self._serving is not None:
+            self._serving.cancel()
+        self._ended = True
+        self._reading.set()
+        self._drain()
 
 
 def _unwanted(headers: Sequence[tuple[bytes, bytes]], sent: set[bytes]) -> list[bytes]:

@@ -11,7 +11,7 @@ from gateway.protocol.errors import Refused
 from gateway.queue.replica_pool import ModelReplicaPool, SharedTokenCounts
 from gateway.routing.fleet import ServedModel
 from gateway.routing.replica_handle import ReplicaHandle, UnobservedPrefill
-from gateway.telemetry.metrics import QueueCounters
+from gateway.telemetry.queue_metrics import QueueCounters
 from policy.admission import dispatcher as dispatching
 from policy.admission.dispatcher import Dispatcher
 from policy.admission.retry_policy import AttemptOutcome, Rejection, RejectionCause

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from math import nan
 from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,7 @@ from gateway.telemetry.metric_families import (
 )
 from gateway.telemetry.metric_file_preallocation import MetricFiles
 from gateway.telemetry.process_metrics import ProcessMetrics
+from gateway.telemetry.queue_metrics import QueueCounters, QueueMetrics
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
 from policy.signals.gateway_worker_counters import WorkerCounters
@@ -78,28 +80,6 @@ _HISTOGRAMS: Final = {
 _SLO: Final = {"ttft": "met_ttft", "itl": "met_itl", "both": "met_both"}
 
 
-class QueueCounters:
-    """One model's queue in this worker: counts since they were last published, and the present depth.
-
-    ``predicted``: waits that were predicted; ``wait_error_s``: the sum of their errors by sign.
-    """
-
-    def __init__(self) -> None:
-        self.depth: dict[Priority, int] = dict.fromkeys(Priority, 0)
-        self.size = 0
-        self.refused: Counts[str] = Counts()
-        self.displaced = 0
-        self.predicted = 0
-        self.wait_error_s: dict[str, float] = {"long": 0.0, "short": 0.0}
-
-    def count_wait(self, seconds: float, predicted_s: float | None) -> None:
-        """Count a wait, and the error of ``predicted_s``, the wait predicted at its arrival."""
-        if predicted_s is not None:
-            self.predicted += 1
-            error = predicted_s - seconds
-            self.wait_error_s["long" if error > 0 else "short"] += abs(error)
-
-
 class ModelCounters(HealthCounters):
     """The counts of one model in this worker since they were last published; ``totals`` since it started."""
 
@@ -112,14 +92,15 @@ class ModelCounters(HealthCounters):
         self.contradictions: Counts[str] = Counts()
         self.cached_tokens: Counts[str] = Counts()
         self.cached_tokens_error: Counts[str] = Counts()
-        self.breakers: Counts[str] = Counts()
+        self.breakers: dict[str, float] = {}
         # By replica.
         self.stalls: Counts[str] = Counts()
         self.resets: Counts[str] = Counts()
         self.tokens = TokenCounters()
         self.queue = QueueCounters()
         self.coalesced_calls = self.coalesced_requests = 0
-        self.in_flight = self.replicas_up = 0
+        self.in_flight = 0
+        self.replicas_up: float = 0
         self.ttft = HistogramCounter(SECONDS)
         self.e2e = HistogramCounter(SECONDS)
         self.queue_wait = HistogramCounter(SECONDS)
@@ -136,6 +117,14 @@ class ModelCounters(HealthCounters):
         self.queue_wait_examples: dict[int, Example] = {}
         self.ttft_examples: dict[int, Example] = {}
         self.e2e_examples: dict[int, Example] = {}
+
+    def leave(self) -> None:
+        """The model is no longer served: it has no replicas, which is not 0 of them as if all were down.
+
+        Shared metric files never drop a series, so that it is NaN in them, and scrapes leave it out.
+        """
+        self.replicas_up = nan
+        self.breakers = dict.fromkeys(self.breakers, nan)
 
     def arrive(self, prompt_tokens: int, *, probe: bool) -> None:
         """Count a request, and its estimated prompt tokens unless it is a ``probe`` of our own."""
@@ -247,6 +236,7 @@ class WorkerMetrics:
         self.adapters = AdapterMetrics(declared)
         self.tenants = TenantMetrics(declared)
         self._gen_ai = GenAiMetrics(declared)
+        self._queues = QueueMetrics(declared)
         # Of requests that named no model of the deployment.
         self.no_model = ModelCounters("")
         self._meters: dict[str, ModelCounters] = {}
@@ -273,12 +263,6 @@ class WorkerMetrics:
         self._replicas_up = gauge("tidegate_replicas_up", "livemin")
         # By state and not by replica: most replicas fail never, and names outlive them in the shared files.
         self._breakers = gauge("tidegate_breakers", "livemax")
-        self._queue_depth = gauge("tidegate_queue_depth")
-        self._queue_size = gauge("tidegate_queue_bytes")
-        self._queue_refused = counter("tidegate_queue_refused")
-        self._displaced = counter("tidegate_queue_displaced")
-        self._predicted = counter("tidegate_queue_foreseen")
-        self._wait_error = counter("tidegate_queue_foresight_error_seconds")
         self._unrecorded = counter("tidegate_usage_unrecorded_requests")
         self._unrecorded_before = 0
         self._processes = ProcessMetrics(declared)
@@ -343,7 +327,7 @@ class WorkerMetrics:
                 self._breakers.labels(model, state).set(count)
             self._in_flight.labels(model).set(meter.in_flight)
             self._replicas_up.labels(model).set(meter.replicas_up)
-            self._merge_queue(model, meter.queue)
+            self._queues.publish(model, meter.queue)
             for name in ("queue_wait", "ttft", "e2e"):  # after the counts: a bucket with one is not empty
                 examples = getattr(meter, f"{name}_examples")
                 self.exemplars.take(_HISTOGRAMS[name][0], model, examples)
@@ -354,17 +338,6 @@ class WorkerMetrics:
         publish_growth(self._judged, published, "judged", totals.judged, model)
         for target, name in _SLO.items():
             publish_growth(self._met, published, name, getattr(totals, name), model, target)
-
-    def _merge_queue(self, model: str, queue: QueueCounters) -> None:
-        for priority, depth in queue.depth.items():
-            self._queue_depth.labels(model, priority).set(depth)
-        self._queue_size.labels(model).set(queue.size)
-        publish_counts(self._queue_refused, queue.refused, model)
-        publish_total(self._displaced, queue, "displaced", model)
-        publish_total(self._predicted, queue, "predicted", model)
-        for sign, seconds in queue.wait_error_s.items():
-            self._wait_error.labels(model, sign).inc(seconds)
-            queue.wait_error_s[sign] = 0.0
 
     def count_unrecorded(self, total: int) -> None:
         """Publish how many requests this worker could not record in its usage journal."""

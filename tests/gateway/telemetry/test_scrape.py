@@ -138,6 +138,18 @@ async def test_what_does_not_answer_in_time_is_left_out_and_counted(
     await site.controller.start()
 
 
+async def test_a_model_that_left_is_not_one_whose_replicas_are_down(site: Site) -> None:
+    """Each worker published 0 replicas of it for ever, which pages."""
+    for name in ("down", "gone"):
+        site.metrics.model(name).breakers["closed"] = 0
+    assert await site.values("tidegate_replicas_up") == {("down",): 0.0, ("gone",): 0.0}
+    site.metrics.model("gone").leave()
+    assert await site.values("tidegate_replicas_up") == {("down",): 0.0}
+    assert await site.values("tidegate_breakers") == {("down", "closed"): 0.0}
+    site.metrics.model("gone").replicas_up = 2
+    assert await site.values("tidegate_replicas_up") == {("down",): 0.0, ("gone",): 2.0}
+
+
 async def test_a_deployment_without_a_controller_misses_none(site: Site) -> None:
     site.engine = EngineKind.EXTERNAL
     assert await site.values("tidegate_scrape_missing") == {("replica",): 0.0}
@@ -178,6 +190,27 @@ async def test_a_scrape_of_some_names_asks_only_who_counts_them(
     text = (await site.scraper.scrape(names, openmetrics=True)).decode()
     assert [family.name for family in text_string_to_metric_families(text)] == found
     assert site.controller.scrapes == (2 if "tidegate_replicas" in names else 0)
+
+
+async def test_a_scrape_of_a_name_has_what_the_worker_knows_of_the_moment(site: Site) -> None:
+    """Only a whole scrape had these."""
+    site.servers = [
+        Replica(
+            id="h:1", model="e", shape="big", mode="one", generation=0, state=ReplicaPhase.READY,
+            load=ReplicaLoad(at=0.0), adapters=("sql",),
+        )
+    ]  # fmt: skip
+    names = [
+        "tidegate_round_trip_seconds", "tidegate_external_servers", "tidegate_external_server_adapters",
+    ]  # fmt: skip
+    for name in names:
+        text = (await site.scraper.scrape([name], openmetrics=True)).decode()
+        (family,) = text_string_to_metric_families(text)
+        assert {tuple(each.labels.values()): each.value for each in family.samples} == (
+            await site.values(name)
+        )
+        assert family.samples
+    assert site.controller.scrapes == len(names)
 
 
 async def test_latencies_have_exemplars(site: Site) -> None:
