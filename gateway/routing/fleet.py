@@ -299,7 +299,7 @@ class FleetView:
         known = self._documented | {model.name for model in self.fleet.models}
         for name in [name for name in self._served if name not in known]:
             self._set_replicas(self._served.pop(name), [], 0.0)
-            self._metrics.model(name).replicas_up = 0
+            self._metrics.model(name).leave()
 
     def _set_replicas(self, served: ServedModel, replicas: list[Replica], at: float) -> None:
         handles = {handle.id: handle for handle in served.handles}

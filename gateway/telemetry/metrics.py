@@ -7,10 +7,10 @@ from clients.
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from math import nan
 from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING, Final
@@ -26,6 +26,7 @@ from gateway.telemetry.latency_parts import GapParts, LatencyParts
 from gateway.telemetry.metric_families import (
     MetricFamilies,
     TokenCounters,
+    edge_of,
     publish_by_replica,
     publish_counts,
     publish_growth,
@@ -112,14 +113,15 @@ class ModelCounters(HealthCounters):
         self.contradictions: Counts[str] = Counts()
         self.cached_tokens: Counts[str] = Counts()
         self.cached_tokens_error: Counts[str] = Counts()
-        self.breakers: Counts[str] = Counts()
+        self.breakers: dict[str, float] = {}
         # By replica.
         self.stalls: Counts[str] = Counts()
         self.resets: Counts[str] = Counts()
         self.tokens = TokenCounters()
         self.queue = QueueCounters()
         self.coalesced_calls = self.coalesced_requests = 0
-        self.in_flight = self.replicas_up = 0
+        self.in_flight = 0
+        self.replicas_up: float = 0
         self.ttft = HistogramCounter(SECONDS)
         self.e2e = HistogramCounter(SECONDS)
         self.queue_wait = HistogramCounter(SECONDS)
@@ -136,6 +138,14 @@ class ModelCounters(HealthCounters):
         self.queue_wait_examples: dict[int, Example] = {}
         self.ttft_examples: dict[int, Example] = {}
         self.e2e_examples: dict[int, Example] = {}
+
+    def leave(self) -> None:
+        """The model is no longer served: it has no replicas, which is not 0 of them as if all were down.
+
+        Shared metric files never drop a series, so that it is NaN in them, and scrapes leave it out.
+        """
+        self.replicas_up = nan
+        self.breakers = dict.fromkeys(self.breakers, nan)
 
     def arrive(self, prompt_tokens: int, *, probe: bool) -> None:
         """Count a request, and its estimated prompt tokens unless it is a ``probe`` of our own."""
@@ -221,14 +231,9 @@ class ModelCounters(HealthCounters):
         self, ttft_s: float, mean_gap_s: float, priority: Priority = Priority.STANDARD, *, own: bool = True
     ) -> None:
         """Count a served stream in the buckets of both of its latencies."""
-        self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
+        self.streams[edge_of(SECONDS, ttft_s), edge_of(GAPS, mean_gap_s)] += 1
         if own:
             self.totals.judge(ttft_s, mean_gap_s, priority)
-
-
-def _edge(bounds: tuple[float, ...], value: float) -> str:
-    place = bisect_left(bounds, value)
-    return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
 class WorkerMetrics:

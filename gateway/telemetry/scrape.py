@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import isnan
 from typing import NamedTuple
 
 import httpx
@@ -185,7 +186,9 @@ class _Families:
             if metric.name.endswith(f"_{metric.unit}"):
                 family.unit = metric.unit
             if (own := collected.get(metric.name)) is not None:
-                family.samples = [each for each in own.samples if not each.name.endswith("_created")]
+                family.samples = [
+                    each for each in own.samples if not (each.name.endswith("_created") or isnan(each.value))
+                ]
                 if self._openmetrics and own.type == MetricType.HISTOGRAM:
                     _drop_sum(family)
             if metric.name in marked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -141,6 +142,9 @@ async def test_a_load_line_looks_at_few_replicas_and_those_up_are_counted_for_th
     view.replica_changed(view.models[0])
     assert changed.call_count == 2
     view.take(FleetSnapshot(epoch=1.0, version=2, at=0.0), "controller", 11.0)
+    view.count_up()
+    assert math.isnan(metrics.model("alpha").replicas_up)
+    view.take(with_replicas(version=3), "controller", 12.0)
     view.count_up()
     assert metrics.model("alpha").replicas_up == 0
     view.close()

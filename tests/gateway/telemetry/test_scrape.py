@@ -138,6 +138,18 @@ async def test_what_does_not_answer_in_time_is_left_out_and_counted(
     await site.controller.start()
 
 
+async def test_a_model_that_left_is_not_one_whose_replicas_are_down(site: Site) -> None:
+    """Each worker published 0 replicas of it for ever, which pages."""
+    for name in ("down", "gone"):
+        site.metrics.model(name).breakers["closed"] = 0
+    assert await site.values("tidegate_replicas_up") == {("down",): 0.0, ("gone",): 0.0}
+    site.metrics.model("gone").leave()
+    assert await site.values("tidegate_replicas_up") == {("down",): 0.0}
+    assert await site.values("tidegate_breakers") == {("down", "closed"): 0.0}
+    site.metrics.model("gone").replicas_up = 2
+    assert await site.values("tidegate_replicas_up") == {("down",): 0.0, ("gone",): 2.0}
+
+
 async def test_a_deployment_without_a_controller_misses_none(site: Site) -> None:
     site.engine = EngineKind.EXTERNAL
     assert await site.values("tidegate_scrape_missing") == {("replica",): 0.0}
