@@ -93,19 +93,20 @@ class Scraper:
             each for each in METRICS.values() if not names or not {each.name, each.series}.isdisjoint(names)
         ]
         async with self._scraping:
-            samples: Samples = {}
+            replicas = self._replicas()
+            samples = _samples(replicas)
             answers: dict[str, bytes] = {}
             if not COUNTED_BY_WORKERS.issuperset(chosen):
-                samples, answers = await self._others(engines=not names)
+                answers = await self._others(samples, () if names else replicas)
             with contextlib.suppress(OSError):  # the counts as they were last published
                 for _ in self._metrics.slices():
                     await asyncio.sleep(0)
             return await asyncio.to_thread(self._text, chosen, samples, answers, openmetrics)
 
-    async def _others(self, *, engines: bool) -> tuple[Samples, dict[str, bytes]]:
-        """What this worker knows of the moment, and the answers of ``engines`` by replica and controller."""
-        replicas, deployment = self._replicas(), self._deployment()
-        urls = {replica.id: f"{replica.url}/metrics" for replica in replicas if replica.url and engines}
+    async def _others(self, samples: Samples, replicas: Sequence[ScrapedReplica]) -> dict[str, bytes]:
+        """The answers of engines and controller; ``samples`` gets the number of those that are missing."""
+        deployment = self._deployment()
+        urls = {replica.id: f"{replica.url}/metrics" for replica in replicas if replica.url}
         addresses = deployment.cluster.controllers if deployment.needs_controller else ()
         controllers = {
             f"{CONTROLLER} {address}": f"http://{address}{CONTROLLER_METRICS}" for address in addresses
@@ -115,11 +116,10 @@ class Scraper:
         for key in controllers:
             if (body := answers.pop(key, None)) is not None:
                 answers[CONTROLLER] = body
-        samples = _samples(replicas)
         if deployment.needs_controller:
             self._missing(samples, "controller", CONTROLLER not in answers)
         self._missing(samples, "replica", len(urls.keys() - answers.keys()))
-        return samples, answers
+        return answers
 
     async def close(self) -> None:
         await self._http.aclose()

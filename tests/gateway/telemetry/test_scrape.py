@@ -192,6 +192,27 @@ async def test_a_scrape_of_some_names_asks_only_who_counts_them(
     assert site.controller.scrapes == (2 if "tidegate_replicas" in names else 0)
 
 
+async def test_a_scrape_of_a_name_has_what_the_worker_knows_of_the_moment(site: Site) -> None:
+    """Only a whole scrape had these."""
+    site.servers = [
+        Replica(
+            id="h:1", model="e", shape="big", mode="one", generation=0, state=ReplicaPhase.READY,
+            load=ReplicaLoad(at=0.0), adapters=("sql",),
+        )
+    ]  # fmt: skip
+    names = [
+        "tidegate_round_trip_seconds", "tidegate_external_servers", "tidegate_external_server_adapters",
+    ]  # fmt: skip
+    for name in names:
+        text = (await site.scraper.scrape([name], openmetrics=True)).decode()
+        (family,) = text_string_to_metric_families(text)
+        assert {tuple(each.labels.values()): each.value for each in family.samples} == (
+            await site.values(name)
+        )
+        assert family.samples
+    assert site.controller.scrapes == len(names)
+
+
 async def test_latencies_have_exemplars(site: Site) -> None:
     site.metrics.model("m").count(served(50.0, ttft_s=0.25), 50.0, 50.5)
     marked = {each.name: each for each in await site.samples() if each.exemplar is not None}
