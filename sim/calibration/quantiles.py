@@ -21,10 +21,15 @@ class QuantilePair(msgspec.Struct, frozen=True):
 
 
 class LatencyComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantiles by measure and name, and the numbers of requests served ``live`` and in the simulator."""
+    """Quantiles by measure and name of ``live`` requests, which were served, and in the simulator.
+
+    It served ``simulated`` of them. ``failed`` requests failed live, ``left_out`` were of other models.
+    """
 
     live: int
     simulated: int
+    failed: int
+    left_out: int
     quantiles: dict[str, dict[str, QuantilePair]]
 
 

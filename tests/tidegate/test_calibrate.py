@@ -126,6 +126,35 @@ def test_an_invalid_record_is_refused_with_its_line(tmp_path: Path) -> None:
         assert (exit_of(error), message in str(error)) == (ExitCode.INVALID, True)
 
 
+def test_failed_requests_and_those_of_other_models_are_named(tmp_path: Path) -> None:
+    site = Site(tmp_path, 1, 2, "")
+    document = site.shipped("sim.yaml")
+    alone = {
+        "engine": "sim",
+        "profile": "cpu-smollm2-135m",
+        "shapes": {"large": {"cpus": 2}},
+        "modes": {"multi-replica": {"shape": "large", "replicas": 1}},
+        "control": {"policy": "static"},
+    }
+    document["models"] = [{"name": "m", **alone}, {"name": "n", **alone}]
+    site.file.write_text(json.dumps(document))
+    file, record = tmp_path / "model.json", tmp_path / "record.jsonl"
+    file.write_bytes(encode(made()))
+    answer = {"late_s": 0.0, "input_tokens": 5, "output_tokens": 2, "ttft_s": 0.1, "e2e_s": 0.2}
+    rows = [("m", 200), ("m", 503), ("n", 200), ("m", 200), ("n", 200)]
+    lines = [
+        {"at": 0.1 * i, "model": model, "status": status, **answer} for i, (model, status) in enumerate(rows)
+    ]
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("calibrate", "m", "--check", record, "--profile", file, "-f", site.file)
+    shown = CliRunner().invoke(group, list(map(str, words)))
+    assert shown.exit_code == 0, shown.exception
+    assert "2 requests served live, 2 simulated" in shown.stdout
+    assert "1 request failed live" in shown.stdout and "2 requests of other models" in shown.stdout
+    compared = json.loads(CliRunner().invoke(group, [*map(str, words), "--json"]).stdout)
+    assert (compared["failed"], compared["left_out"]) == (1, 2)
+
+
 def test_without_a_deployment_nothing_is_calibrated(tmp_path: Path) -> None:
     error = run(tmp_path).exception
     assert isinstance(error, Unreachable)

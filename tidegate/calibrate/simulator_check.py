@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from policy.config.deployment import Deployment
 from policy.errors import ConfigError
@@ -26,12 +27,23 @@ class SimulatorCheck(msgspec.Struct, frozen=True, kw_only=True):
     simulated: dict[str, list[float]]
 
 
-def recorded_run(path: Path) -> list[ReplayRow]:
-    """The requests of a replay, by the time of sending; ``TraceError`` or ``ConfigError`` if invalid."""
-    rows = list(JsonLinesReader(LineReader(path), ReplayRow))
+class RecordedRun(msgspec.Struct, frozen=True):
+    """A replay's requests of one model, by the time of sending; ``left_out`` were of other models."""
+
+    rows: Sequence[ReplayRow]
+    left_out: int = 0
+
+
+def recorded_run(path: Path, others: Collection[str] = ()) -> RecordedRun:
+    """The requests of a replay but those of the models ``others``.
+
+    Raises ``TraceError`` or ``ConfigError`` if it is invalid.
+    """
+    every = list(JsonLinesReader(LineReader(path), ReplayRow))
+    rows = [row for row in every if row.model not in others]
     if not any(row.served for row in rows):
         raise ConfigError(str(path), f"{len(rows)} requests", "a replay in which at least one was served")
-    return sorted(rows, key=lambda row: row.at)
+    return RecordedRun(sorted(rows, key=lambda row: row.at), len(every) - len(rows))
 
 
 def calibrated_model(deployment: Deployment, model: str, profile: Mapping[str, object]) -> Deployment:
@@ -43,16 +55,17 @@ def calibrated_model(deployment: Deployment, model: str, profile: Mapping[str, o
 def check(
     deployment: Deployment,
     policies: Mapping[str, Policy],
-    rows: Sequence[ReplayRow],
+    run: RecordedRun,
     path_s: float,
     progress: Callable[[float], None],
 ) -> SimulatorCheck:
-    """Simulate ``rows`` on the only model of ``deployment``.
+    """Simulate ``run`` on the only model of ``deployment``.
 
-    ``path_s``, the network time from a client to the engine and back, is added to the simulated latencies.
-    ``progress`` receives the simulated seconds.
+    Those that failed live are load in the simulator, and compared with nothing. ``path_s``, the network time
+    from a client to the engine and back, is added to the simulated latencies. ``progress`` receives the
+    simulated seconds.
     """
-    model = deployment.models[0].name
+    model, rows = deployment.models[0].name, run.rows
     start = rows[0].at
     trace = [
         Arrival(
@@ -65,18 +78,22 @@ def check(
         for row in rows
     ]
     requests = simulate(deployment, policies, trace, progress=progress).requests[model]
-    served = requests.outcome == RequestOutcome.SERVED
+    answered = [row for row in rows if row.served]
+    served = (requests.outcome == RequestOutcome.SERVED) & np.array([row.served for row in rows])
     simulated = {
         "ttft": (requests.ttft_s[served] + path_s).tolist(),
         "itl": requests.itl_s[served].tolist(),
         "e2e": (requests.e2e_s[served] + path_s).tolist(),
     }
-    answered = [row for row in rows if row.served]
     live = {
         measure: [value for row in answered if (value := getattr(row, f"{measure}_s")) is not None]
         for measure in simulated
     }
     compared = LatencyComparison(
-        live=len(answered), simulated=int(served.sum()), quantiles=compare(live, simulated)
+        live=len(answered),
+        simulated=int(served.sum()),
+        failed=len(rows) - len(answered),
+        left_out=run.left_out,
+        quantiles=compare(live, simulated),
     )
     return SimulatorCheck(compared=compared, live=live, simulated=simulated)

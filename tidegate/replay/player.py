@@ -90,7 +90,7 @@ def _row(arrival: Arrival, name: str, timings: StreamTimings, status: int, start
         at=round(at, 6),
         late_s=round(at - arrival.at, 6),
         input_tokens=timings.input_tokens or arrival.input_tokens,
-        output_tokens=timings.output_tokens or (arrival.output_tokens if whole else 0),
+        output_tokens=timings.output_tokens or arrival.output_tokens,
         cached_tokens=timings.cached_tokens,
         status=status,
         ttft_s=None if timings.first_at is None else round(timings.first_at - sent_at, 6),

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Deployment
+from policy.errors import ConfigError
 from policy.scaling.policies.static import Static
 from sim.arrivals import Arrival
 from sim.simulator.run import simulate
 from sim.simulator.run_record import RequestColumns
 from tests.policy.engine.test_performance_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
-from tidegate.calibrate.simulator_check import calibrated_model, check, recorded_run
+from tidegate.calibrate.simulator_check import RecordedRun, calibrated_model, check, recorded_run
 from tidegate.replay.results import ReplayRow
 
 TRACE = [Arrival(at=0.11 * i, input_tokens=30 + 17 * (i % 9), output_tokens=3 + i % 7) for i in range(80)]
@@ -46,7 +47,7 @@ def rows(requests: RequestColumns) -> list[ReplayRow]:
 
 def test_a_replay_of_the_simulator_itself_has_no_error() -> None:
     live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
-    found = check(one_replica(), POLICIES, live, 0.0, lambda at: None).compared
+    found = check(one_replica(), POLICIES, RecordedRun(live), 0.0, lambda at: None).compared
     assert (found.live, found.simulated) == (80, 80)
     for measure in ("ttft", "itl", "e2e"):
         for pair in found.quantiles[measure].values():
@@ -55,7 +56,7 @@ def test_a_replay_of_the_simulator_itself_has_no_error() -> None:
 
 def test_network_time_is_added_to_ttft_and_e2e() -> None:
     live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
-    found = check(one_replica(), POLICIES, live, 0.5, lambda at: None).compared.quantiles
+    found = check(one_replica(), POLICIES, RecordedRun(live), 0.5, lambda at: None).compared.quantiles
     for measure, more_s in (("ttft", 0.5), ("itl", 0.0), ("e2e", 0.5)):
         pair = found[measure]["p50"]
         assert pair.simulated - pair.live == pytest.approx(more_s, abs=1e-6)
@@ -63,9 +64,15 @@ def test_network_time_is_added_to_ttft_and_e2e() -> None:
 
 def test_failed_requests_count_as_load_only() -> None:
     live = rows(simulate(one_replica(), POLICIES, TRACE).requests["m"])
-    live[3] = msgspec.structs.replace(live[3], status=503, error="busy", e2e_s=None)
-    found = check(one_replica(), POLICIES, live, 0.0, lambda at: None).compared
-    assert (found.live, found.simulated) == (79, 80)
+    for i in range(0, 80, 3):
+        live[i] = msgspec.structs.replace(
+            live[i], status=503, error="busy", ttft_s=None, itl_s=None, e2e_s=None
+        )
+    found = check(one_replica(), POLICIES, RecordedRun(live), 0.0, lambda at: None).compared
+    assert (found.live, found.simulated, found.failed) == (53, 53, 27)
+    for quantiles in found.quantiles.values():
+        for pair in quantiles.values():
+            assert pair.error == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_simulated_deployment_has_the_model_with_its_calibrated_profile() -> None:
@@ -87,4 +94,14 @@ ROW = {"at": 2.0, "late_s": 0.0, "input_tokens": 5, "output_tokens": 2, "status"
 
 def test_rows_are_in_the_order_in_which_they_were_sent(tmp_path: Path) -> None:
     found = recorded_run(written(tmp_path, ROW, ROW | {"at": 1.0}))
-    assert [row.at for row in found] == [1.0, 2.0]
+    assert [row.at for row in found.rows] == [1.0, 2.0]
+
+
+def test_rows_of_other_models_are_left_out(tmp_path: Path) -> None:
+    """They were simulated on this one. Endpoints may have another name for it, which the deployment lacks."""
+    names = ("m", "other", "their-m", "other")
+    path = written(tmp_path, *(ROW | {"at": at, "model": name} for at, name in enumerate(names)))
+    found = recorded_run(path, {"other"})
+    assert ([row.model for row in found.rows], found.left_out) == (["m", "their-m"], 2)
+    with pytest.raises(ConfigError, match="at least one was served"):
+        recorded_run(path, set(names))

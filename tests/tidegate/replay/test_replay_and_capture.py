@@ -89,7 +89,8 @@ async def test_failures_are_counted_and_the_replay_continues(endpoint: Endpoint)
     assert dict(played.outcome.failed) == {400: 1, 404: 1} and played.outcome.served == 1
     failed = next(row for row in rows if row.status == 404)
     assert (failed.error, failed.adapter) == ("The model `none` does not exist.", "none")
-    assert failed.ttft_s is None and failed.output_tokens == 0
+    assert failed.ttft_s is None and failed.output_tokens == 2  # those that were requested
+    assert played.outcome.output_tokens == 2  # of the one that was served
 
 
 async def test_unserved_models_and_unreachable_endpoints_are_errors(endpoint: Endpoint) -> None:

@@ -31,6 +31,7 @@ from tidegate.commands.options import (
 )
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.terminal import ProgressBar, console, print_json, table, table_of_rows, warn
+from tidegate.commands.units import plural
 from tidegate.exit_codes import ExitCode
 from tidegate.supervisor.readiness import client_url
 
@@ -157,13 +158,14 @@ def _check(
 ) -> None:
     raw = json.loads(profile.read_bytes())
     file = model_file(raw, str(profile))
-    rows = recorded_run(record)
+    others = {spec.name for spec in deployment.models} - {model}
+    run = recorded_run(record, others)
     simulated = simulated_policy(calibrated_model(deployment, model, raw))
     (entry,) = policy_entries(simulated, (), warn)
-    ends_at = rows[-1].at - rows[0].at
+    ends_at = run.rows[-1].at - run.rows[0].at
     with ProgressBar("s simulated") as bar:
         result = check(
-            simulated, entry.policies, rows, file.path_s, lambda at: bar.update(at, ends_at, task="simulator")
+            simulated, entry.policies, run, file.path_s, lambda at: bar.update(at, ends_at, task="simulator")
         )
     if plot is not None:
         title = f"{model}: {record.name}, live and simulated ({file.description})"
@@ -172,6 +174,10 @@ def _check(
         print_json(result.compared)
         return
     console().print(_quantiles(result.compared))
+    if (failed := result.compared.failed) > 0:
+        click.echo(f"{plural(failed, 'request')} failed live: simulated as load, not compared.")
+    if (left_out := result.compared.left_out) > 0:
+        click.echo(f"{plural(left_out, 'request')} of other models left out.")
     if plot is not None:
         click.echo(f"Chart written to {plot}")
 
