@@ -18,12 +18,18 @@ from tidegate.cli import group
 ROOT = Path(__file__).resolve().parents[1]
 COMPOSE = ROOT / "deployments" / "compose"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-_VARIABLE = re.compile(r"\$\{\w+:-([^}]*)\}")
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?P<colon>:?)-(?P<default>[^}]*)\}")
 
 
-def service(name: str) -> dict[str, Any]:
-    """The only service of a file, with the defaults of its variables."""
-    text = _VARIABLE.sub(r"\1", (COMPOSE / name).read_text())
+def service(name: str, **variables: str) -> dict[str, Any]:
+    """The only service of a file in an environment of these ``variables``."""
+
+    def value(found: re.Match[str]) -> str:
+        given = variables.get(found["name"])
+        # With a colon, compose takes the default of an empty variable too.
+        return found["default"] if given is None or (found["colon"] and not given) else given
+
+    text = _VARIABLE.sub(value, (COMPOSE / name).read_text())
     (found,) = yaml.safe_load(text)["services"].values()
     return dict(found)
 
@@ -43,6 +49,12 @@ def test_compose_runs_a_shipped_file_with_a_command_that_exists() -> None:
     assert set(found["ports"]) == published
     for volume in found["volumes"][1:]:
         assert f'"{volume.split(":")[1]}"' in DOCKERFILE
+
+
+def test_clients_need_keys_where_the_variable_is_empty() -> None:
+    name = "TIDEGATE_ALLOW_UNAUTHENTICATED"
+    assert service("docker-compose.yaml")["environment"][name] == 1
+    assert not service("docker-compose.yaml", **{name: ""})["environment"][name]
 
 
 @pytest.mark.parametrize("name", ["docker-compose.yaml", "gpu.yaml"])
