@@ -97,6 +97,8 @@ async def capture(url: str, token: str, spool: CaptureFile, *, for_s: float | No
             receiving.cancel()
             await asyncio.wait([receiving])
         if receiving.cancelled():
+            if not spool.header:
+                raise Unreachable(f"{url} did not begin a capture before its end")
             return True
         status = receiving.result()
     except OSError as error:

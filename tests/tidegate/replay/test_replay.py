@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
+from policy.errors import Unreachable
 from sim.workload.traces.detect_format import open_trace
 from store.state_dir import StateDir
 from tests.tidegate.replay.endpoint import Endpoint
@@ -197,6 +198,16 @@ def test_ctrl_c_completes_a_capture(admin: str, tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 0, result.output
     assert f"1 request written to {path}" in result.stdout
     assert [arrival.input_tokens for arrival in open_trace(path)] == [5]
+
+
+def test_a_capture_that_never_began_leaves_no_file(
+    admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to be complete, with an empty trace."""
+    monkeypatch.setattr(Admin, "goes_on", True)
+    result = run("--capture", tmp_path / "own.jsonl", "--admin-url", admin, "--for", "0.1s")
+    assert isinstance(result.exception, Unreachable) and admin in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_capture_sends_the_token_of_the_state_directory(
