@@ -28,6 +28,8 @@ from store.state_dir import own_directory
 
 # Until every worker has looked for listeners.
 SETTLE_S = 2 * LOOK_EVERY_S
+# A quieter capture has lines without a request: clients and proxies take silence for its end.
+QUIET_S = 60.0
 MAX_DATAGRAM = 256 * 1024
 
 
@@ -74,7 +76,8 @@ class Pseudonyms:
 class CaptureSubscribers:
     """The subscribers at one worker. ``place`` is the directory in which all workers look for them.
 
-    A client that is ``limits`` behind the workers holds them back. After ``settle_s`` all have found it.
+    A client that is ``limits`` behind the workers holds them back. After ``settle_s`` all have found it. It
+    is sent a line after ``quiet_s`` without any.
     """
 
     def __init__(
@@ -84,9 +87,10 @@ class CaptureSubscribers:
         limits: BufferLimits = LIMITS,
         *,
         settle_s: float = SETTLE_S,
+        quiet_s: float = QUIET_S,
     ) -> None:
         self._place = place
-        self._limits, self._settle_s = limits, settle_s
+        self._limits, self._settle_s, self._quiet_s = limits, settle_s, quiet_s
         self._density = density
         self._open: set[_Subscription] = set()
 
@@ -101,7 +105,7 @@ class CaptureSubscribers:
             await asyncio.sleep(self._settle_s)
             started = monotonic()
             yield _encode(HEADER) + b"\n"
-            while (batches := await subscription.received()) is not None:
+            while (batches := await subscription.received(self._quiet_s)) is not None:
                 for batch in batches:
                     lines = [
                         _encode(pseudonyms.line(row, started)) for row in batch.rows if row.at >= started
@@ -110,7 +114,7 @@ class CaptureSubscribers:
                         yield b"\n".join(lines) + b"\n"
                     # A batch may take 5 ms, and a client that keeps up does not let others go on between two.
                     await asyncio.sleep(0)
-                if subscription.lost != lost:
+                if not batches or subscription.lost != lost:
                     lost = subscription.lost
                     yield _encode(DroppedRows(lost)) + b"\n"
         finally:
@@ -148,13 +152,17 @@ class _Subscription:
     def lost(self) -> int:
         return sum(self._lost.values())
 
-    async def received(self) -> Sequence[CaptureBatch] | None:
-        """The batches since the last call; ``None`` when no more will come."""
+    async def received(self, within_s: float) -> Sequence[CaptureBatch] | None:
+        """The batches since the last call, none if none came in time; ``None`` when no more will come."""
         while not self._batches:
             if self._over:
                 return None
             self._arrived.clear()
-            await self._arrived.wait()
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return ()
         batches, self._batches = self._batches, []
         self._rows = self._hashes = 0
         self._listen()

@@ -51,6 +51,6 @@ class CaptureLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class DroppedRows(msgspec.Struct, frozen=True):
-    """How many requests could not be recorded since the capture began."""
+    """How many requests could not be recorded since the capture began; also sent where there are none."""
 
     lost: int

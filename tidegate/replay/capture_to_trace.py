@@ -19,7 +19,7 @@ class CaptureRefused(TidegateError):
 
 class _Line(msgspec.Struct):
     at: float = 0.0
-    lost: int = 0
+    lost: int | None = None
     tidegate: str = ""
 
 
@@ -58,7 +58,7 @@ class CaptureFile:
             if row.tidegate != "capture":
                 raise CaptureRefused(f"no capture: it begins with {line[:200].decode(errors='replace')}")
             self.header = line
-        elif row.lost:
+        elif row.lost is not None:
             self.lost = row.lost
             return
         else:

@@ -20,11 +20,12 @@ from gateway.protocol.usage import TokenUsage
 from gateway.request_context import RequestContext
 from gateway.telemetry import workload_capture_publisher as capturing
 from gateway.telemetry.workload_capture_publisher import LIMITS, BufferLimits, CapturePublisher, CaptureRow
-from gateway.telemetry.workload_capture_subscriber import CaptureSubscribers, Pseudonyms
+from gateway.telemetry.workload_capture_subscriber import QUIET_S, CaptureSubscribers, Pseudonyms
 from policy.request import Request
 from store.state_dir import StateDir
 from tests.gateway.fake_replica import Exchange, stream
 from tests.gateway.worker import Stack, until
+from tidegate.replay.http_client import SILENT_AFTER_S
 
 COMPLETE = ROUTES["/v1/completions"]
 # Datagrams that wait in a socket.
@@ -64,11 +65,18 @@ async def received(lines: AsyncIterator[bytes], count: int) -> list[dict[str, An
 class Site:
     """Some workers of a host, and a subscriber."""
 
-    def __init__(self, place: Path, kept: BufferLimits = LIMITS, behind: BufferLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        place: Path,
+        kept: BufferLimits = LIMITS,
+        behind: BufferLimits = LIMITS,
+        *,
+        quiet_s: float = QUIET_S,
+    ) -> None:
         self.place = place
         self.workers = [CapturePublisher(place, kept), CapturePublisher(place, kept)]
         # No worker has to be waited for.
-        self.listeners = CaptureSubscribers(place, density, behind, settle_s=0.0)
+        self.listeners = CaptureSubscribers(place, density, behind, settle_s=0.0, quiet_s=quiet_s)
         self.lines = self.listeners.lines()
 
     async def listen(self) -> None:
@@ -168,6 +176,21 @@ async def test_a_slow_subscriber_gets_the_count_of_lost_rows(tmp_path: Path) -> 
     site.flush()
     *rows, last = await received(site.lines, 4)
     assert len(rows) == 3 and last == {"lost": 2}
+    await site.close()
+
+
+async def test_a_capture_without_requests_says_that_it_goes_on(tmp_path: Path) -> None:
+    """Ten quiet minutes were taken for its end."""
+    assert QUIET_S < SILENT_AFTER_S / 2
+    site = Site(tmp_path / "captures", quiet_s=0.0)
+    await site.listen()
+    assert await received(site.lines, 2) == [{"lost": 0}, {"lost": 0}]
+    end_call(site.workers[0])
+    site.flush()
+    line: dict[str, Any] = {"lost": 0}
+    while "lost" in line:
+        (line,) = await received(site.lines, 1)
+    assert line["input_tokens"] == 1200
     await site.close()
 
 

@@ -45,6 +45,13 @@ def test_any_split_of_the_bytes_gives_the_same_result(cuts: list[int]) -> None:
     assert len(changes) == len(edges)
 
 
+def test_a_line_that_says_that_the_capture_goes_on_is_no_request() -> None:
+    part = BytesIO()
+    spool = CaptureFile(part, lambda: None)
+    spool.feed(HEADER + b'{"lost":0}\n' + line(4) + b'{"lost":0}\n', 0.0)
+    assert (part.getvalue(), spool.requests, spool.lost) == (HEADER + line(4), 1, 0)
+
+
 @pytest.mark.parametrize("message", [b'{"error": {"message": "no"}}\n', b"<html>\n", line(1)])
 def test_other_content_than_a_capture_is_refused(message: bytes) -> None:
     with pytest.raises(CaptureRefused, match=r"no (line of a )?capture"):
