@@ -164,8 +164,12 @@ class Processor:
         self._body.clear()
         self._pending = self._uploads.keep((f"stream {id(self)}",), len(body))
 
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
         async def receive() -> Message:
-            return {"type": "http.request", "body": body, "more_body": False}
+            if not parts:  # who leaves is cancelled
+                await asyncio.get_running_loop().create_future()
+            return parts.pop()
 
         async def send(message: Message) -> None:
             self._send(message)
@@ -304,7 +308,7 @@ class Processor:
             drained.set_result(None)
 
     def _lose(self) -> None:
-        """The proxy takes nothing more: what waits until it does would wait for ever."""
+        """The proxy takes nothing more: what waits for that is woken, or cancelled."""
         if not self._ended and self._serving is not None:
             self._serving.cancel()
         self._ended = True

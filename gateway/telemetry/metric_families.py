@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter as Counts
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -48,6 +50,12 @@ class MergedHistogram(Histogram):
         if tally.total:
             self._sum.inc(tally.total)
             tally.total = 0.0
+
+
+def edge_of(bounds: Sequence[float], value: float) -> str:
+    """The label of the bucket of ``value`` in a histogram with these upper ``bounds``."""
+    place = bisect_left(bounds, value)
+    return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
 class TokenCounters:

@@ -7,7 +7,6 @@ from clients.
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -27,6 +26,7 @@ from gateway.telemetry.latency_parts import GapParts, LatencyParts
 from gateway.telemetry.metric_families import (
     MetricFamilies,
     TokenCounters,
+    edge_of,
     publish_by_replica,
     publish_counts,
     publish_growth,
@@ -210,14 +210,9 @@ class ModelCounters(HealthCounters):
         self, ttft_s: float, mean_gap_s: float, priority: Priority = Priority.STANDARD, *, own: bool = True
     ) -> None:
         """Count a served stream in the buckets of both of its latencies."""
-        self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
+        self.streams[edge_of(SECONDS, ttft_s), edge_of(GAPS, mean_gap_s)] += 1
         if own:
             self.totals.judge(ttft_s, mean_gap_s, priority)
-
-
-def _edge(bounds: tuple[float, ...], value: float) -> str:
-    place = bisect_left(bounds, value)
-    return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
 class WorkerMetrics:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 pytest.importorskip("grpc")
 
@@ -112,7 +112,7 @@ async def test_a_complete_body_counts_until_it_is_checked() -> None:
 class OneRequest:
     """A gateway that serves one request with ``work``, and what the proxy is sent."""
 
-    def __init__(self, work: Callable[[Scope, Send], Awaitable[None]], limit: int = PIECE) -> None:
+    def __init__(self, work: ASGIApp, limit: int = PIECE) -> None:
         self._work = work
         self._limit = limit
 
@@ -120,10 +120,10 @@ class OneRequest:
         return self._limit
 
     async def client(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._work(scope, send)
+        await self._work(scope, receive, send)
 
     async def serve(self, route: ProxyRoute, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._work(scope, send)
+        await self._work(scope, receive, send)
 
     def process(
         self, messages: asyncio.Queue[Any], write: Callable[[Any], Awaitable[None]]
@@ -164,7 +164,7 @@ async def test_a_client_that_leaves_a_backed_up_stream_ends_its_request() -> Non
     """The write that failed first was taken for the end of the answer: the request was never cancelled."""
     backed_up, gone, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def work(scope: Scope, send: Send) -> None:
+    async def work(scope: Scope, receive: Receive, send: Send) -> None:
         connection, sink = scope["tidegate.proxied"], Sink()
         connection.to("http://127.0.0.1:9")
         messages.put_nowait(answer)
@@ -199,12 +199,19 @@ async def test_a_client_that_leaves_a_backed_up_stream_ends_its_request() -> Non
 
 
 async def test_an_answer_of_the_gateways_own_in_several_parts_is_sent_whole() -> None:
-    async def work(scope: Scope, send: Send) -> None:
+    async def work(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.request"
+        # What sends a file waits for a client that leaves, while it reads.
+        leaves = asyncio.ensure_future(receive())
+        await asyncio.sleep(0)
+        left.append(leaves.done())
+        leaves.cancel()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for part, more in ((b"a", True), (b"b", True), (b"c", False)):
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
     answers: list[Any] = []
+    left: list[bool] = []
 
     async def write(message: Any) -> None:
         answers.append(message)
@@ -214,3 +221,4 @@ async def test_an_answer_of_the_gateways_own_in_several_parts_is_sent_whole() ->
     messages.put_nowait(head(b"GET", b"/docs/file.js"))
     await asyncio.wait_for(OneRequest(work, 0).process(messages, write), 30)
     assert [each.immediate_response.body for each in answers] == [b"abc"]
+    assert left == [False]

@@ -119,6 +119,8 @@ async def test_refusals_are_answered_without_a_replica(site: Site) -> None:
     assert bad.status_code == 400
     models = await site.http.get("/v1/models")
     assert [each["id"] for each in models.json()["data"]] == ["alpha", "vectors"]
+    path = "/docs/swagger-ui-bundle.js"  # of several parts
+    assert (await site.http.get(path)).content == (await site.stack.http.get(path)).content
     assert (await site.http.get("/admin/fleet")).status_code == 404
     assert (await site.http.post("/metrics", content=b"x")).status_code in (404, 405)
 
