@@ -33,7 +33,6 @@ from gateway.telemetry.metric_families import (
     publish_total,
 )
 from gateway.telemetry.metric_file_preallocation import MetricFiles
-from gateway.telemetry.process_metrics import ProcessMetrics
 from gateway.telemetry.queue_metrics import QueueCounters, QueueMetrics
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
@@ -78,6 +77,31 @@ _HISTOGRAMS: Final = {
     "e2e": ("tidegate_e2e_seconds", SECONDS),
 }
 _SLO: Final = {"ttft": "met_ttft", "itl": "met_itl", "both": "met_both"}
+
+
+class ProcessMetrics:
+    """CPU, memory, descriptors and the lag of the event loop of gateway processes.
+
+    Two processes of one name, of which one drains, are added up.
+    """
+
+    def __init__(self, declared: MetricFamilies) -> None:
+        self._cpu = declared.counter("tidegate_process_cpu_seconds")
+        self._memory = declared.gauge("tidegate_process_resident_memory_bytes")
+        self._fds = declared.gauge("tidegate_process_open_fds")
+        self._max_fds = declared.gauge("tidegate_process_max_fds", "livemin")
+        self._start = declared.gauge("tidegate_process_start_time_seconds", "livemax")
+        self._lag = declared.gauge("tidegate_event_loop_lag_seconds", "livemax")
+        self._cpu_s = 0.0
+
+    def publish(self, process: str, usage: ProcessUsage, lag_s: float) -> None:
+        self._cpu.labels(process).inc(max(0.0, usage.cpu_s - self._cpu_s))
+        self._cpu_s = usage.cpu_s
+        self._memory.labels(process).set(usage.resident_bytes)
+        self._fds.labels(process).set(usage.open_fds)
+        self._max_fds.labels(process).set(usage.max_fds)
+        self._start.labels(process).set(usage.started_at)
+        self._lag.labels(process).set(lag_s)
 
 
 class ModelCounters(HealthCounters):
