@@ -342,7 +342,7 @@ class FleetView:
         """Count the replicas that traffic may go to, for the metrics: seldom, as each line is a change."""
         for served in self._served.values():
             meter = self._metrics.model(served.name)
-            meter.replicas_up = sum(each.admissible or each.full for each in served.handles)
+            meter.replicas_up = float(sum(each.admissible or each.full for each in served.handles))
 
     def unavailable(self, served: ServedModel) -> None:
         self._events.unavailable(served.name)

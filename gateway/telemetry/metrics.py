@@ -124,7 +124,7 @@ class ModelCounters(HealthCounters):
         self.queue = QueueCounters()
         self.coalesced_calls = self.coalesced_requests = 0
         self.in_flight = 0
-        self.replicas_up: float = 0
+        self.replicas_up: float = 0.0
         self.ttft = HistogramCounter(SECONDS)
         self.e2e = HistogramCounter(SECONDS)
         self.queue_wait = HistogramCounter(SECONDS)
