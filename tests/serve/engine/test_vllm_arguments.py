@@ -311,7 +311,7 @@ async def test_an_engine_starts_as_that_of_vllms_own_server(monkeypatch: pytest.
     monkeypatch.setattr(module, "AsyncMPClient", SimpleNamespace)
     reader = SimpleNamespace(step_ended_at=lambda: 7.0)
     monkeypatch.setattr(module, "exchange_directly", lambda core: reader)
-    monkeypatch.setattr(module.vllm_profiler, "prepare", lambda config: None)
+    monkeypatch.setattr(module.vllm_torch_trace, "prepare", lambda config: None)
     await module.create(spec({}))
     assert loggers[0].clock() == 7.0, "steps are timed by the engine core"
     assert made == [("configuration", USAGE)]

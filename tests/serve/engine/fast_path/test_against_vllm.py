@@ -142,7 +142,7 @@ async def test_a_request_that_cannot_be_sent_leaves_nothing(
 ) -> None:
     """What vLLM keeps of it would count as waiting for as long as the engine runs."""
     for stream in (True, False):
-        body = base(path, MODEL) | {"top_k": 1 << 64, "stream": stream}
+        body = base(path, MODEL) | {"temperature": 1.0, "top_k": 1 << 64, "stream": stream}
         answer = await engine.ask(Request(path, body), headers)
         assert b'"error"' in answer.content
     async with engine.http.stream("GET", "/internal/load") as lines:
