@@ -141,15 +141,21 @@ async def test_changed_folder_is_imported_again_by_an_apply(reconciler: Reconcil
     assert reconciler.alias().split == ((2, 1.0),)
 
 
-async def test_changed_folder_whose_import_fails_is_imported_again(
-    reconciler: Reconciler, tmp_path: Path
-) -> None:
-    """The retry took the stored version of the old files for the new one, for ever."""
+async def changed_folder(reconciler: Reconciler, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A declared folder whose files have changed since its import, and its entry."""
     folder = tmp_path / "sql"
     folder.mkdir()
     entry = {"name": "sql", "path": str(folder)}
     await reconciler.restart(entry)
     (folder / "adapter_model.safetensors").write_text("two")
+    return folder, entry
+
+
+async def test_changed_folder_whose_import_fails_is_imported_again(
+    reconciler: Reconciler, tmp_path: Path
+) -> None:
+    """The retry took the stored version of the old files for the new one, for ever."""
+    folder, entry = await changed_folder(reconciler, tmp_path)
     reconciler.store.contents[str(folder)] = OSError("disk full")
     await reconciler.apply(entry)
     assert SQL in reconciler.declaring.troubles
@@ -167,11 +173,7 @@ async def test_changed_folder_whose_import_fails_is_imported_again(
 async def test_folder_that_changes_during_its_import_is_imported_again_by_an_apply(
     reconciler: Reconciler, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "sql"
-    folder.mkdir()
-    entry = {"name": "sql", "path": str(folder)}
-    await reconciler.restart(entry)
-    (folder / "adapter_model.safetensors").write_text("two")
+    folder, entry = await changed_folder(reconciler, tmp_path)
     reconciler.store.contents[str(folder)] = "two"
     reconciler.store.gate.clear()
     reconciler.declare((entry,), applied=True)
