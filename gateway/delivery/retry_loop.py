@@ -260,9 +260,9 @@ class RetryLoop:
         await request_starts().wait(client[0] if client is not None else "")
 
     async def _accepts_connections(self, replica: ReplicaHandle) -> bool:
-        survives = await replica.survival.survives()
+        is_alive = await replica.liveness.is_alive()
         await self._in_its_turn()
-        return survives
+        return is_alive
 
     def _body_for(self, name: str, *, reports_cache: bool) -> UpstreamRequestBody:
         """The request's body, with ``name`` for its model or adapter, or the client's name if empty."""

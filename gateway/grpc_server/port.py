@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 
+from gateway.port_certificate import PortCertificate
 from gateway.telemetry.structured_log import StructuredLog
 from policy.config.grpc_ports import GrpcPort
-from policy.errors import ConfigError
+from policy.config.tls import AdminTls, ServerTls
 from store.tls_files import server_context, tls_of
-from store.watched_files import WatchedFiles
 
 # Of one message: a body comes in pieces, and headers are short.
 _MAX_MESSAGE = 4 * 1024 * 1024
@@ -44,7 +44,7 @@ class GrpcServer:
         host, config = self._config.host, self._config
         address = f"{f'[{host}]' if ':' in host else host}:{config.port}"
         if config.cert_file is not None:
-            server.add_secure_port(address, _Certificate(self._name, config, self._log).credentials())
+            server.add_secure_port(address, _credentials(self._name, config, self._log))
         else:
             server.add_insecure_port(address)
         await server.start()
@@ -57,41 +57,19 @@ class GrpcServer:
             await self._server.stop(0 if self._watch else timeout_s)
 
 
-class _Certificate:
-    """The certificate of a port. Changed files that do not fit leave the last in force, and are logged."""
+def _credentials(name: str, config: GrpcPort, log: StructuredLog) -> Any:
+    """Those of a port with TLS; gRPC asks for new ones before each connection, in a thread of its own."""
+    files = tls_of(config)
+    certificate = PortCertificate(files, name, log, _configuration)
+    mutual = files.client_ca_file is not None
+    return grpc.dynamic_ssl_server_credentials(
+        certificate.current(), lambda: certificate.current() if certificate.look() else None, mutual
+    )
 
-    def __init__(self, path: str, config: GrpcPort, log: StructuredLog) -> None:
-        self._path = path
-        self._files = tls_of(config)
-        self._log = log
-        named = (config.cert_file, config.key_file, config.client_ca_file)
-        self._watched = WatchedFiles(*(file for file in named if file is not None))
 
-    def credentials(self) -> Any:
-        """The port's; raises :class:`policy.errors.ConfigError` for unfit files."""
-        self._watched.changed()
-        self._watched.were_read()
-        mutual = self._files.client_ca_file is not None
-        return grpc.dynamic_ssl_server_credentials(self._read(), self._look, mutual)
-
-    def _look(self) -> Any:
-        """Those of the next connection, if the files have changed; gRPC asks in a thread of its own."""
-        if not self._watched.changed():
-            return None
-        self._watched.were_read()
-        try:
-            read = self._read()
-        except (ConfigError, OSError) as error:
-            path = error.path if isinstance(error, ConfigError) else self._path
-            self._log.error("certificate_refused", cause=error, path=path)
-            return None
-        self._log.info("certificate_read", path=self._path)
-        return read
-
-    def _read(self) -> Any:
-        files = self._files
-        # gRPC takes anything, and then closes each connection.
-        server_context(files, self._path)
-        pair = Path(files.key_file).read_bytes(), Path(files.cert_file).read_bytes()
-        trusted = None if files.client_ca_file is None else Path(files.client_ca_file).read_bytes()
-        return grpc.ssl_server_certificate_configuration([pair], trusted)
+def _configuration(files: ServerTls, path: str) -> Any:
+    # gRPC takes anything, and then closes each connection.
+    server_context(files, path)
+    pair = Path(files.key_file).read_bytes(), Path(files.cert_file).read_bytes()
+    ca_file = files.client_ca_file if isinstance(files, AdminTls) else None
+    return grpc.ssl_server_certificate_configuration([pair], ca_file and Path(ca_file).read_bytes())

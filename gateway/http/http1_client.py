@@ -347,16 +347,16 @@ class Http1ClientConnection:
             sink.on_lost(stale=False)
 
 
-def trusting(ca_file: str | None, changed_ns: int) -> ssl.SSLContext:
+def client_tls_context(ca_file: str | None, changed_ns: int) -> ssl.SSLContext:
     """For calls to servers whose certificates are those of a file, which was changed then, or the system's.
 
     To read them takes tens of milliseconds, so it is called in a thread. Raises ``OSError``.
     """
-    return _trusting(ca_file, changed_ns, None if ca_file else ssl.get_default_verify_paths())
+    return _client_tls_context(ca_file, changed_ns, None if ca_file else ssl.get_default_verify_paths())
 
 
 @lru_cache(maxsize=64)
-def _trusting(ca_file: str | None, changed_ns: int, system: object) -> ssl.SSLContext:
+def _client_tls_context(ca_file: str | None, changed_ns: int, system: object) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_file)
 
 
@@ -395,7 +395,7 @@ class ConnectionPool:
         tls = self._tls
         if self._secure and tls is None:
             wanted = self._ca_file, self._ca_changed_ns
-            tls = await asyncio.to_thread(trusting, *wanted)
+            tls = await asyncio.to_thread(client_tls_context, *wanted)
             if wanted == (self._ca_file, self._ca_changed_ns):
                 self._tls = tls
         connection, is_open = Http1ClientConnection(self), False

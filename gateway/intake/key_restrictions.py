@@ -6,8 +6,8 @@ from msgspec import Raw
 
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import RequestBody
-from gateway.protocol.paths import ApiDialect, ProxyRoute
-from gateway.protocol.prompt_features import COMPLETIONS, DEFAULT_COMPLETION_TOKENS
+from gateway.protocol.paths import COMPLETIONS, ApiDialect, ProxyRoute
+from gateway.protocol.prompt_features import DEFAULT_COMPLETION_TOKENS
 from gateway.protocol.restricted_features import used_features
 from policy.errors import Refusal
 from policy.types import Runner

@@ -12,8 +12,8 @@ from gateway.protocol.body import RequestBody
 from gateway.protocol.canonical_prompt import canonical_prompt
 from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
+from gateway.protocol.paths import COMPLETIONS
 from gateway.protocol.prompt_features import (
-    COMPLETIONS,
     DEFAULT_COMPLETION_TOKENS,
     NOTHING,
     adapter_key,

@@ -216,9 +216,9 @@ def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Reques
     """The body ``raw`` with these ``fields``, which are checked."""
     if len(raw) > MAX_FIELD:
         check_schemas({name: fields[name] for name in SCHEMAS if name in fields and uses.get(name) == _CHECK})
-        for name in fields.keys() - LONG_FIELDS:
-            if name in uses:
-                check_size(name, fields[name])
+        for name, value in fields.items():
+            if name in uses and name not in LONG_FIELDS:
+                check_size(name, value)
     for name, value in fields.items():
         if uses.get(name) == _CHECK:
             _check_field(name, value)
@@ -238,10 +238,6 @@ def _body_of(fields: dict[str, Raw], uses: dict[str, int], raw: bytes) -> Reques
         raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
     if body.background:
         raise Refused(Refusal.UNSUPPORTED, "background responses are not supported.", param="background")
-    if "stream_options" in fields:
-        check_size("stream_options", body.stream_options)
-    if "cache_salt" in fields:
-        check_size("cache_salt", body.cache_salt)
     if "prompt" in fields and body.prompt is not ABSENT and len(memoryview(body.prompt)) <= MAX_DECODED:
         body.prompts = inputs_of(body.prompt)
     return body
@@ -253,7 +249,6 @@ def _long_body(fields: dict[str, Raw], uses: dict[str, int]) -> RequestBody:
     scalars: list[bytes] = []
     for name in decided:
         if name in SCALARS:
-            check_size(name, fields[name])
             scalars.append(b'"%b":%b' % (name.encode(), bytes(fields[name])))
     body = BODY.decode(b"{%b}" % b",".join(scalars))
     for name in decided:

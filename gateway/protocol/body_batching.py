@@ -12,13 +12,13 @@ from msgspec import Raw
 
 from gateway.protocol.body import MAX_DECODED, MAX_MEMBERS, RequestBody
 from gateway.protocol.json_structure import MAX_DEPTH, JsonPieceReader, StructureScan
-from gateway.protocol.paths import ProxyRoute
+from gateway.protocol.paths import COMPLETIONS, ProxyRoute
 from policy.admission.dynamic_batching import apportion
 from policy.config.deployment import CoalesceConfig
 
 _fields_of: Final = msgspec.json.Decoder(dict[str, Raw])
 _items_of: Final = msgspec.json.Decoder(list[Raw])
-_ITEMS: Final = {"/v1/embeddings": "data", "/v1/score": "data", "/v1/completions": "choices"}
+_ITEMS: Final = {"/v1/embeddings": "data", "/v1/score": "data", COMPLETIONS: "choices"}
 # The routes whose requests may travel together.
 COALESCED: Final = frozenset(_ITEMS)
 _PAIR = ("text_1", "text_2")
@@ -72,7 +72,7 @@ def sub_request_of(
         names: tuple[str, ...] = _PAIR
         inputs, kind = _pairs(fields)
     else:
-        name = "prompt" if route.path == "/v1/completions" else "input"
+        name = "prompt" if route.path == COMPLETIONS else "input"
         names = (name,)
         found, kind = _inputs(fields.get(name))
         if name == "prompt" and found and found[0] == bytes(fields[name]):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from policy.types import Runner
+
+# The only route of several prompts, whose answers are short unless the request says more.
+COMPLETIONS: Final = "/v1/completions"
 
 
 class ApiDialect(Enum):
@@ -62,7 +66,7 @@ def _route(
 
 _ROUTES = (
     _route("/v1/chat/completions", "Answer a chat", Runner.GENERATE, "messages"),
-    _route("/v1/completions", "Continue a text", Runner.GENERATE, "prompt"),
+    _route(COMPLETIONS, "Continue a text", Runner.GENERATE, "prompt"),
     _route("/v1/responses", "Answer, as responses", Runner.GENERATE, "input", ApiDialect.RESPONSES),
     _route("/v1/messages", "Answer, Anthropic's way", Runner.GENERATE, "messages", ApiDialect.MESSAGES),
     ProxyRoute(

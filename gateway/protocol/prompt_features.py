@@ -26,7 +26,6 @@ COUNTED_BYTES: Final = 256 * 1024
 # Of an answer without a limit by a model of unknown length, and of any other.
 MOST_ANSWER_TOKENS: Final = 1 << 20
 # The tokens of a completion whose request does not say how many, by OpenAI's API and vLLM.
-COMPLETIONS: Final = "/v1/completions"
 DEFAULT_COMPLETION_TOKENS: Final = 16
 
 

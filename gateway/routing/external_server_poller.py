@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from gateway.http.http1_client import causes, is_local_fault, trusting
+from gateway.http.http1_client import causes, client_tls_context, is_local_fault
 from gateway.routing.discovered_server import (
     DiscoveredServer,
     external_replica,
@@ -260,7 +260,7 @@ class ExternalPoller:
         """The client for servers with certificates by ``ca_file``; raises ``OSError`` if it is unusable."""
         trusts = ca_file, changed_ns
         if trusts not in self._clients:
-            verify = await asyncio.to_thread(trusting, ca_file, changed_ns)
+            verify = await asyncio.to_thread(client_tls_context, ca_file, changed_ns)
         if trusts not in self._clients:  # another probe may have made it meanwhile
             self._clients[trusts] = httpx.AsyncClient(
                 timeout=self.times.probe_timeout_s, trust_env=False, verify=verify

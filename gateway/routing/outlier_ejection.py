@@ -78,7 +78,7 @@ class ReplicaProber:
         timeout_s = self.deployment().gateway.progress_timeout_s
         for served in self.fleet.models:
             self._eject_stuck(served, at, timeout_s)
-            self._leave_stuck(served, at, timeout_s)
+            self._move_from_leaving(served, at, timeout_s)
             meter = self.metrics.model(served.name)
             for handle in served.handles:
                 if stalls := new_stalls(handle):
@@ -120,7 +120,7 @@ class ReplicaProber:
         if ejected:
             self.fleet.replica_changed(served)
 
-    def _leave_stuck(self, served: ServedModel, at: float, timeout_s: float) -> None:
+    def _move_from_leaving(self, served: ServedModel, at: float, timeout_s: float) -> None:
         """Move streams that have not begun from replicas that left the fleet and make no progress.
 
         Of answers that are no streams nothing shows it there.

@@ -16,7 +16,7 @@ from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.fleet_listeners import NO_EVENTS, FleetListeners
 from gateway.routing.loaded_adapters import ReplicaAdapters
 from gateway.routing.shared_counters import LOCAL, SharedCounts
-from gateway.routing.survival_check import SurvivalCheck
+from gateway.routing.tcp_liveness_check import TcpLivenessCheck
 from policy.errors import Refusal
 from policy.hashing import hash_name
 from policy.routing.concurrency_limit import ConcurrencyLimit, ServerQueue
@@ -60,7 +60,7 @@ class ReplicaHandle:
     loop time. ``contradicting_answers`` counts those whose token counts were impossible for their requests.
     ``round_trip_s``: of the network, 0 if unknown. ``stepped_after``: when its engine's last step was yet to
     come. ``limit`` learns a bound that is not configured, ``cache`` follows an external server's KV events.
-    ``survival``: whether it lives on after a connection of it was lost.
+    ``liveness`` checks whether it is alive after a connection was lost.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ReplicaHandle:
         self.contradicting_answers = 0
         self.round_trip_s = 0.0
         self.limit: ConcurrencyLimit | None = None
-        self.survival = SurvivalCheck(self.pool)
+        self.liveness = TcpLivenessCheck(self.pool)
         self._death_check: asyncio.Task[None] | None = None
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
@@ -306,7 +306,7 @@ class ReplicaHandle:
 
     async def _check_death(self) -> None:
         """Its load stream was lost, as by a reset of the network, or with the replica."""
-        if not await self.survival.survives():
+        if not await self.liveness.is_alive():
             self.died()
 
     def refused(self, reason: Refusal) -> None:

@@ -15,7 +15,7 @@ from policy.engine.replica_capacity import Capability, IdleLatency
 from policy.signals.types import Signals
 
 # Smaller rates count as zero.
-_NOBODY = 1e-6
+_ZERO_RATE = 1e-6
 
 
 class Supply(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +64,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def is_deserted(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether gateways report, no request waits or runs, and none arrived in the last minute."""
         demand = self.signals.demand
-        return demand is not None and demand.arrivals.last_60_s <= _NOBODY and not self.has_demand
+        return demand is not None and demand.arrivals.last_60_s <= _ZERO_RATE and not self.has_demand
 
     def within(self, count: int) -> int:
         """``count`` within the bounds of the mode, and at least 1 while there is demand."""

@@ -69,7 +69,7 @@ class AdapterController:
         replica = beat.replica
         if replica.model in self.library.catalog.models and self._placement.lacks(replica):
             # A starting replica gets a plan by its next heartbeat: it can load adapters before traffic.
-            self._placement.hasten(replica.model)
+            self._placement.make_due(replica.model)
         return self._placement.orders(replica.id)
 
     async def place(self) -> None:

@@ -33,7 +33,7 @@ class AdapterPlacementPlans:
         """Whether a new plan of ``model`` is due."""
         return at - self._planned_at.get(model, float("-inf")) >= PLAN_PERIOD_S
 
-    def hasten(self, model: str) -> None:
+    def make_due(self, model: str) -> None:
         """Make a new plan of ``model`` due."""
         self._planned_at.pop(model, None)
 

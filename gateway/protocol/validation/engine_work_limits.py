@@ -93,10 +93,8 @@ def check_number(name: str, value: Raw, most: int) -> None:
         raise Refused(Refusal.BAD_REQUEST, f"{name} must be a number.", param=name) from None
     if not -MAX_INTEGER <= number <= most:
         shown = text[:_NUMBER_BYTES].decode()
-        if number < 0:
-            message = f"{name} must be at least {-MAX_INTEGER}, got {shown}."
-            raise Refused(Refusal.BAD_REQUEST, message, param=name)
-        raise Refused(Refusal.BAD_REQUEST, f"{name} must be at most {most}, got {shown}.", param=name)
+        bound = f"at least {-MAX_INTEGER}" if number < 0 else f"at most {most}"
+        raise Refused(Refusal.BAD_REQUEST, f"{name} must be {bound}, got {shown}.", param=name)
 
 
 def first_item(raw: bytes | memoryview, begin: int = 0) -> int:

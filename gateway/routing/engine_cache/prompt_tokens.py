@@ -19,7 +19,7 @@ from gateway.http.buffered_request import post
 from gateway.http.http1_client import ConnectionPool
 from gateway.protocol.body import RequestBody
 from gateway.protocol.json_decoders import OPTIONS
-from gateway.protocol.paths import ProxyRoute
+from gateway.protocol.paths import COMPLETIONS, ProxyRoute
 from policy.hashing import block_keys
 
 # Of a prompt and of the answer, which is decoded in one turn of the event loop: some 150,000 tokens.
@@ -76,7 +76,7 @@ class TokenizablePrompt:
     def tokens(self) -> list[int] | None:
         """Those of a prompt that is given as tokens."""
         prompt = memoryview(self.body.prompt)
-        if self.route.path != "/v1/completions" or not prompt or prompt[0] != ord("["):
+        if self.route.path != COMPLETIONS or not prompt or prompt[0] != ord("["):
             return None
         if len(prompt) > MAX_BYTES or self.body.media or self._has(_OTHERWISE):
             return None
@@ -107,7 +107,7 @@ class TokenizablePrompt:
             given = {name: self._given(name) for name in (*_CHAT, *_OF_TEMPLATE)}
             given["chat_template_kwargs"] = self._template_arguments()
             has_prompt = given["messages"] is not None
-        elif self.route.path == "/v1/completions":
+        elif self.route.path == COMPLETIONS:
             given = {name: self._given(name) for name in ("prompt", "add_special_tokens")}
             prompt = given["prompt"]
             has_prompt = prompt is not None and memoryview(prompt)[0] == ord('"')

@@ -184,7 +184,7 @@ class Predictive(Section, frozen=True):
         newest, over_s = _newest(demand.arrivals, elapsed_s)
         jumps = over_s if lead_s <= QUICK_S else 0.0
         series = observed(series, view.at, newest, self._smoothing, jumps)
-        forecast = 0.0 if view.is_deserted else is_usable(self._ahead(series, lead_s))
+        forecast = 0.0 if view.is_idle else is_usable(self._ahead(series, lead_s))
         # The level, since a mean of the last minute is half a minute late.
         series = with_trial(series, is_usable(series.level), lead_s, forecast)
         return series, forecast, is_usable(forecast + shortfall(series, self.quantile, forecast))

@@ -87,7 +87,7 @@ class TargetTracking(Section, frozen=True):
             if demand.ttft is not None and demand.ttft.count:
                 return [is_usable(demand.ttft.p95)] * view.supply.serving
             # Without traffic there is nothing to measure, which is no reason to keep replicas.
-            return [0.0] * view.supply.serving if view.is_deserted else []
+            return [0.0] * view.supply.serving if view.is_idle else []
         fresh = [replica for replica in view.signals.replicas if replica.age_s <= FRESH_S]
         return [is_usable(getattr(replica, self.metric)) for replica in fresh]
 

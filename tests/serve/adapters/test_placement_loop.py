@@ -46,7 +46,7 @@ async def test_heartbeats_are_answered_while_a_plan_is_made(monkeypatch: pytest.
     await began.wait()
     assert placing.orders("r1").hold is None
     assert placing.lacks(replica("r2"))
-    placing.hasten("m")
+    placing.make_due("m")
     may_end.set()
     await planning
     assert placing.orders("r1").hold == (AdapterRef(name="sql", digest=DIGEST),)

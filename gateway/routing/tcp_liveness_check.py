@@ -1,4 +1,4 @@
-"""Whether a replica lives on after a connection of it was lost."""
+"""Whether a replica is alive after a connection to it was lost: by new TCP connections."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gateway.http.http1_client import ConnectionPool, is_local_fault
 DYING_S: Final = 0.05
 
 
-class SurvivalCheck:
+class TcpLivenessCheck:
     """Connects to one replica; a check that runs is for all that ask meanwhile."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._running: asyncio.Task[bool] | None = None
 
-    async def survives(self) -> bool:
+    async def is_alive(self) -> bool:
         """Whether the replica accepts connections, of which it keeps new ones.
 
         So it is assumed where this machine can open none: its own lack says nothing of the replica.

@@ -11,7 +11,7 @@ import pytest_asyncio
 from gateway.http.http1_client import ConnectionPool
 from gateway.routing.fleet_listeners import FleetListeners
 from gateway.routing.replica_handle import ReplicaHandle
-from gateway.routing.survival_check import SurvivalCheck
+from gateway.routing.tcp_liveness_check import TcpLivenessCheck
 from tests.gateway.fake_replica import SECRET, FakeReplica, ready_replica
 from tests.gateway.fake_replica import reset as reset_connection
 from tests.gateway.worker import until
@@ -57,9 +57,9 @@ async def test_a_reset_of_the_network_is_no_death(replica: FakeReplica, multiple
 
 
 async def test_a_check_is_for_all_that_ask_meanwhile(replica: FakeReplica) -> None:
-    check = SurvivalCheck(ConnectionPool(replica.url, 1.0))
-    assert await asyncio.gather(*[check.survives() for _ in range(50)]) == [True] * 50
+    check = TcpLivenessCheck(ConnectionPool(replica.url, 1.0))
+    assert await asyncio.gather(*[check.is_alive() for _ in range(50)]) == [True] * 50
     assert len(replica.connections) <= 2
     await replica.stop()
-    assert await asyncio.gather(*[check.survives() for _ in range(50)]) == [False] * 50
+    assert await asyncio.gather(*[check.is_alive() for _ in range(50)]) == [False] * 50
     await replica.start()
