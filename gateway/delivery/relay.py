@@ -220,11 +220,14 @@ class Relay:
     # by kind of answer
 
     def _lose(self, stale: bool) -> None:
-        self.lost = not stale
+        self.lost = not (stale or self.held_back)
         if self.committed:
             if self._stream:
                 self._end_stream(clean=False)
-            self._settle(_SERVED if self._ended_well() else AttemptOutcome.BROKEN)
+            if self._ended_well():
+                self._settle(_SERVED)
+            else:  # replicas cut the stream of a client that leaves megabytes unread
+                self._settle(AttemptOutcome.LEFT if self.held_back else AttemptOutcome.BROKEN)
         else:
             self._settle(AttemptOutcome.STALE if stale else AttemptOutcome.LOST)
 

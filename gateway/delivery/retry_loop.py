@@ -117,7 +117,7 @@ class RetryLoop:
             if outcome is _SERVED:
                 call.outcome = "ok"
                 return
-            if outcome is _BROKEN:
+            if outcome is _BROKEN or outcome is _LEFT:
                 call.outcome = Refusal.STREAM_BROKEN
                 return
             if call.proxied is not None:  # it was sent, and cannot be again

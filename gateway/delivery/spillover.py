@@ -31,10 +31,17 @@ _RESULTS: Final = {
     AttemptOutcome.REJECTED: AttemptResult.NOTHING,
     AttemptOutcome.REFUSED: AttemptResult.NOTHING,
     AttemptOutcome.DENIED: AttemptResult.NOTHING,
+    AttemptOutcome.LEFT: AttemptResult.NOTHING,
 }
 # Outcomes after which the provider may have done work and may bill it.
 _MAY_BE_BILLED: Final = frozenset(
-    {AttemptOutcome.SERVED, AttemptOutcome.BROKEN, AttemptOutcome.LOST, AttemptOutcome.SILENT}
+    {
+        AttemptOutcome.SERVED,
+        AttemptOutcome.BROKEN,
+        AttemptOutcome.LEFT,
+        AttemptOutcome.LOST,
+        AttemptOutcome.SILENT,
+    }
 )
 
 
@@ -160,7 +167,7 @@ class Spillover:
             if verdict is AttemptOutcome.SERVED:
                 call.outcome = "ok"
                 return True
-            if verdict is AttemptOutcome.BROKEN:
+            if verdict is AttemptOutcome.BROKEN or verdict is AttemptOutcome.LEFT:
                 call.outcome = Refusal.STREAM_BROKEN
                 return True
         call.replica, call.by_fallback = before, False

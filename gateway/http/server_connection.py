@@ -172,7 +172,8 @@ class ServerConnection:
             if unsent != self._unsent:
                 self._unsent = unsent
                 self.deadline = now + self._server.times.stalled_s
-        if self._held_back and has_left(self._transport):  # which is seen by reading otherwise
+        # Which is seen by reading otherwise.
+        if (self._held_back or self._paused) and has_left(self._transport):
             self._transport.abort()
             return
         if self.deadline > now:

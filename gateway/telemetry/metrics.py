@@ -244,12 +244,12 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._spare = ReserveDescriptor()
         directory = os.environ.get(DIRECTORY_VARIABLE)
         self._directory = directory or None
         self._files = MetricFiles(Path(directory), os.getpid()) if directory else None
         if self._files is not None:
             self._files.reserve(models=0)
+        self._spare = ReserveDescriptor() if self._files is not None else None
         self.exemplars = ExemplarStore(Path(directory) if directory else None, time() - monotonic())
         declared = MetricFamilies(registry)
         self.adapters = AdapterMetrics(declared)
@@ -309,13 +309,15 @@ class WorkerMetrics:
         merging = self._merge()
         ended = False
         while not ended:
-            self._spare.give()
+            if self._spare is not None:
+                self._spare.give()
             try:
                 if self._files is not None:
                     self._files.reserve(len(self._meters))
                 ended = next(merging, True)
             finally:
-                self._spare.keep()
+                if self._spare is not None:
+                    self._spare.keep()
             if not ended:
                 yield
 

@@ -28,7 +28,8 @@ class AttemptOutcome(StrEnum):
     route, ``FAILED`` another error or an invalid answer, ``LOST`` a connection that died together with its
     replica, ``DROPPED`` one that died while the replica accepts others, ``STALE`` a kept connection that was
     closed before the request arrived, ``UNREACHABLE`` no connection, ``SILENT`` no sign of life before the
-    timeout, after which the connection was closed. ``LEFT``: the client has left.
+    timeout, after which the connection was closed. ``LEFT``: the client has left, or its stream was cut while
+    it did not read.
     """
 
     SERVED = "served"

@@ -36,7 +36,8 @@ from gateway.protocol.sse_validator import ChatValidator
 from gateway.protocol.usage import TokenUsage
 from gateway.request_context import RequestContext
 from gateway.telemetry.metrics import WorkerMetrics
-from policy.admission.retry_policy import AttemptOutcome
+from policy.admission.retry_policy import RESULTS, AttemptOutcome
+from policy.routing.replica_health import AttemptResult
 from policy.wire import frames
 from policy.wire.frames import FrameDecoder, FrameEncoder
 from tests.frame_pair import Client as FrameClient
@@ -172,6 +173,11 @@ class FrameLine(Line):
         self._parser.feed_data(data)
         self.connection.data_received(self._encoder.take())
 
+    def reset(self) -> None:
+        """The replica cuts the stream."""
+        self._encoder.add(frames.RESET, self._stream.number, b"")
+        self.connection.data_received(self._encoder.take())
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))
 
@@ -239,6 +245,20 @@ async def test_a_client_slow_at_the_last_byte_does_not_block_the_next_request(ei
     assert await second is AttemptOutcome.SERVED
     assert await first is AttemptOutcome.SERVED
     slow.read_on()
+
+
+@pytest.mark.parametrize(("slow_from", "outcome"), [(2, AttemptOutcome.LEFT), (99, AttemptOutcome.BROKEN)])
+async def test_a_stream_that_is_cut_while_its_client_does_not_read_is_not_the_replicas_fault(
+    slow_from: int, outcome: AttemptOutcome
+) -> None:
+    """A replica cuts the stream of a client that leaves megabytes unread."""
+    line, client = FrameLine(), Client(slow_from=slow_from)
+    asked = await line.ask(client.send, stream=True)
+    line.answer(STREAM_HEAD + b"9\r\ndata: 1\n\n\r\n")
+    line.reset()
+    assert await asked is outcome
+    assert RESULTS.get(outcome) is (AttemptResult.BAD if slow_from == 99 else None)
+    assert line.relay.lost is (slow_from == 99)
 
 
 async def test_a_client_that_catches_up_does_not_resume_the_next_requests_connection(line: Line) -> None:

@@ -781,6 +781,29 @@ async def test_an_upload_that_is_not_read_ends_when_its_client_leaves(port: Port
 
 
 @on_uvloop
+async def test_a_client_that_sent_much_behind_a_running_request_and_left_is_noticed(port: Port) -> None:
+    """Its connection is not read while so much waits, so the end was not seen before the answer."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    port.app = app
+    port.make()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = socket.create_connection(listening.getsockname())
+        sock, _ = listening.accept()
+    with client, sock:
+        ahead = MemoryClient(port.server, sock)
+        await ahead.send(post() + post(b"x" * 2 * MAX_AHEAD_BYTES))
+        ahead.connection.sweep(port.server.now)
+        assert not ahead.closed
+        client.close()
+        ahead.connection.sweep(port.server.now)
+        assert ahead.closed
+        ahead.connection.connection_lost(None)
+
+
+@on_uvloop
 async def test_complete_bodies_are_bounded_until_the_app_has_read_them(port: Port) -> None:
     """Each was forgotten when it was complete: 150 bodies of 16 MB for an unknown model were held at once."""
     size = 2 * 1024 * 1024

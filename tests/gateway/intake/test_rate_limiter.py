@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,13 +32,23 @@ class Host:
     def __init__(self, path: Path, workers: int = 2) -> None:
         self.path = path
         self.clock, self.wall = Clock(1000.0), Clock(1e9)
+        self._opened = list[SharedLimits]()
         self.workers = [self.start(row) for row in range(workers)]
 
     def start(self, row: int) -> RateLimiter:
-        return RateLimiter(SharedLimits(self.path, row, self.clock), self.clock, self.wall)
+        return RateLimiter(self._open(row), self.clock, self.wall)
 
     def accounting(self) -> SharedLimits:
-        return SharedLimits(self.path, ACCOUNTING, self.clock)
+        return self._open(ACCOUNTING)
+
+    def _open(self, row: int) -> SharedLimits:
+        self._opened.append(SharedLimits(self.path, row, self.clock))
+        return self._opened[-1]
+
+    def close(self) -> None:
+        """Close the files of all, also of those that were killed."""
+        for limits in self._opened:
+            limits.close()
 
     def beat(self) -> None:
         for worker in self.workers:
@@ -45,8 +56,10 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path / "rows")
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path / "rows")
+    yield host
+    host.close()
 
 
 def principal(key: AccessPolicy | None = None, tenant: AccessPolicy | None = None) -> Principal:
@@ -84,8 +97,7 @@ class Workers(RuleBasedStateMachine):
         self.used: list[list[Any]] = []
 
     def teardown(self) -> None:
-        for worker in self.host.workers:
-            worker.close()
+        self.host.close()
         self.folder.cleanup()
 
     @rule(worker=st.integers(0, 2), tokens=st.integers(1, 40_000))

@@ -41,6 +41,8 @@ class Chromium:
         )
         for end in (theirs, ours, *ends):
             os.close(end)
+        self._poll = select.poll()  # select() takes no descriptor above 1,023
+        self._poll.register(self._from, select.POLLIN)
         self._asked, self._rest, self._session = 0, b"", ""
         self._events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -98,7 +100,7 @@ class Chromium:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._from], [], [], ANSWERS_S)
+            ready = self._poll.poll(1000 * ANSWERS_S)
             chunk = os.read(self._from, 1 << 20) if ready else b""
             assert chunk, "the browser says nothing any more"
             self._rest += chunk
