@@ -131,6 +131,7 @@ MODULES = {
         "telemetry/metric_families",
         "telemetry/queue_metrics",
         "telemetry/traces/request_trace",
+        "telemetry/traces/tracer",
         "telemetry/tenant_metrics",
     ),
 }

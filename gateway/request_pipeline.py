@@ -315,7 +315,8 @@ class Gateway:
             request.only = proxied.allowed(urls)
         call.probe = call.headers.get(_CANARY) == b"1" and self.tenants.is_own(call.headers)
         if call.route.runner is not None and not call.probe:
-            call.charge = self.journal.charge(call, principal.account.name, principal.key_id, request)
+            adapter = request.adapter if call.adapter is None else call.adapter.name
+            call.charge = self.journal.charge(request, principal.account.name, principal.key_id, adapter)
         if principal.limited:
             tokens = nano = 0
             if (charge := call.charge) is not None:

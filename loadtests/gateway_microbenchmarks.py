@@ -65,7 +65,7 @@ async def telemetry(folder: Path) -> str:
     request_ns = nanoseconds(lambda: meter.count(served, began, ended))
     streamed = call()
     streamed.streaming = True
-    streamed.charge = UsageJournal(folder, StructuredLog(0)).charge(streamed, "team", "key-1", Request("m"))
+    streamed.charge = UsageJournal(folder, StructuredLog(0)).charge(Request("m"), "team", "key-1", "")
     connection = Http1ClientConnection(ConnectionPool("http://127.0.0.1:9", 1.0))
     relay = Relay(streamed, connection, ChatValidator(1), meter)
     relay.on_head(200, {b"content-type": b"text/event-stream"})

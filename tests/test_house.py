@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = [*PROJECT["tool"]["importlinter"]["root_packages"], "loadtests"]
 MODULES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+KNOWN = set(MODULES)
 MAX_LINES = 400
 # A longer module's docstring has this, with the reason after it.
 REASON = re.compile(rf"[Oo]ver {MAX_LINES} lines(: |, because) *\S")
@@ -61,3 +63,19 @@ def test_a_package_says_what_it_is_and_what_to_read_first(init: Path) -> None:
     for name in re.findall(r"Read first: `(\w+)`", docstring):
         folder = ROOT / init.parent
         assert (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists(), name
+
+
+def imported(module: Path) -> set[Path]:
+    """The modules of this project that ``module`` imports, also for the type checker alone."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {path for name in names if (path := Path(*name.split(".")).with_suffix(".py")) in KNOWN}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not for types either, which import-linter leaves out."""
+    TopologicalSorter({module: imported(module) for module in MODULES}).prepare()

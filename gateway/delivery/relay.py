@@ -16,6 +16,7 @@ from typing import Final
 
 from starlette.types import Message
 
+from gateway.delivery.replica_idle_timeouts import TimedAttempt
 from gateway.http.asgi_exchange import SENT, AsgiExchange
 from gateway.http.byte_accumulator import ByteAccumulator
 from gateway.http.http1_client import UpstreamConnection
@@ -64,7 +65,7 @@ _JSON: Final = b"application/json"
 FAILED: Final = "The replica failed to answer the request."
 
 
-class Relay:
+class Relay(TimedAttempt):
     """The sink of the upstream connection; ``done`` yields the outcome.
 
     ``refused`` is the error for the client if the request is not tried again, ``reason`` why the replica did
@@ -92,6 +93,7 @@ class Relay:
         self._connection = connection
         self._validator = validator
         self.meter = meter
+        self.model = meter.model
         self._itl = meter.itl
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
@@ -146,7 +148,7 @@ class Relay:
             if self.committed:
                 self._account()
 
-    # Used by IdleTimeouts
+    # TimedAttempt
 
     @property
     def events(self) -> int:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from policy.config.deployment import GatewayConfig
-
-if TYPE_CHECKING:
-    from gateway.delivery.relay import Relay
 
 # A timeout is exceeded by a twentieth of it at most, but for short ones.
 SWEEPS_PER_TIMEOUT: Final = 40
@@ -18,6 +15,33 @@ MIN_INTERVAL_S: Final = 0.1
 MAX_INTERVAL_S: Final = 1.0
 # Attempts that end in one turn of the event loop.
 EXPIRED_AT_ONCE: Final = 64
+
+
+class TimedAttempt:
+    """An attempt on a replica, as the sweep sees it. Instants are seconds of ``time.monotonic``.
+
+    ``model``: of the deployment. ``streams``: a stream was requested, ``begun``: its first event came.
+    ``sent_at``: when the request was sent, ``quiet_since``: when it last made progress.
+    """
+
+    model: str
+    streams: bool
+    begun: bool
+    sent_at: float
+    quiet_since: float
+
+    @property
+    def events(self) -> int:
+        """The events of the stream so far."""
+        raise NotImplementedError
+
+    def has_progressed(self) -> bool:
+        """Whether bytes came since the last call, or could not since the client is slow."""
+        raise NotImplementedError
+
+    def expire(self, waited_s: float) -> None:
+        """The replica was silent for ``waited_s`` seconds: end the attempt."""
+        raise NotImplementedError
 
 
 class IdleTimeouts:
@@ -30,7 +54,7 @@ class IdleTimeouts:
 
     def __init__(self, limits: Callable[[], GatewayConfig]) -> None:
         self._limits = limits
-        self.attempts: set[Relay] = set()
+        self.attempts: set[TimedAttempt] = set()
 
     async def run(self) -> None:
         while True:
@@ -47,8 +71,8 @@ class IdleTimeouts:
         found: dict[str, tuple[int, int]] = {}
         for each in self.attempts:
             if each.begun:
-                streams, tokens = found.get(each.meter.model, (0, 0))
-                found[each.meter.model] = (streams + 1, tokens + each.events)
+                streams, tokens = found.get(each.model, (0, 0))
+                found[each.model] = (streams + 1, tokens + each.events)
         return found
 
     async def sweep(self, now: float) -> None:
@@ -64,7 +88,7 @@ class IdleTimeouts:
                     await asyncio.sleep(0)
 
     @staticmethod
-    def _too_long(attempt: Relay, limits: GatewayConfig, now: float) -> float:
+    def _too_long(attempt: TimedAttempt, limits: GatewayConfig, now: float) -> float:
         """The limit that an attempt exceeds, in seconds; 0 if it exceeds none."""
         first_s, answer_s = limits.first_token_timeout_s, limits.answer_timeout_s
         begin_s = max(first_s, answer_s)

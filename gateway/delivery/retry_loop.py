@@ -167,7 +167,7 @@ class RetryLoop:
             if alone:
                 self._suspects.end()
             if (trace := self._call.trace) is not None:
-                trace.attempts[-1].end(self._call, outcome)
+                trace.attempts[-1].end(outcome, self._call.sent_at, self._call.first_byte_at)
             usage = self._call.usage
             if self._call.contradiction:
                 replica.contradicting_answers += 1

@@ -156,7 +156,7 @@ class Spillover:
             try:
                 verdict, result = await self._attempt(endpoint, call, name, body, raw)
             finally:
-                attempt.end(call, verdict or AttemptOutcome.LEFT)
+                attempt.end(verdict or AttemptOutcome.LEFT, call.sent_at, call.first_byte_at)
                 billed = verdict is None or verdict in _MAY_BE_BILLED
                 bill = endpoint.bill(hold, call.usage) if billed else 0.0
                 endpoint.spend_cap.settle(hold, bill, self._clock())

@@ -11,15 +11,12 @@ import itertools
 import re
 import secrets
 from collections.abc import Awaitable, Generator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from starlette.types import Message
 
+from gateway.http.forwarded import Address
 from gateway.http.upload_budget import PendingBody, UploadBudget
-
-if TYPE_CHECKING:
-    from gateway.http.forwarded import Address
-    from gateway.http.server_connection import ServerConnection
 
 _STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
@@ -61,6 +58,33 @@ class _Sent:
 SENT: Awaitable[None] = _Sent()
 
 
+class ClientConnection:
+    """What a response is written to. ``sent`` is a future while the client reads too slowly."""
+
+    sent: Awaitable[None]
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server closes the connection after the response."""
+        raise NotImplementedError
+
+    def general_header(self) -> bytes:
+        """The header lines of every response."""
+        raise NotImplementedError
+
+    def write(self, data: bytes) -> None:
+        """Send ``data`` at once; does nothing if the connection is closing."""
+        raise NotImplementedError
+
+    def answered(self, exchange: AsgiExchange) -> None:
+        """The last byte of the response of ``exchange`` is written."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Close it at once."""
+        raise NotImplementedError
+
+
 class AsgiExchange:
     """A complete request, with a body of ``size`` bytes.
 
@@ -70,7 +94,7 @@ class AsgiExchange:
     """
 
     def __init__(
-        self, connection: ServerConnection, body: bytes, *, keep: bool, http_1_1: bool, headless: bool
+        self, connection: ClientConnection, body: bytes, *, keep: bool, http_1_1: bool, headless: bool
     ) -> None:
         self._connection = connection
         self._body: bytes | None = body

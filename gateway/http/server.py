@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 import uvloop
 from starlette.types import ASGIApp, Scope
@@ -22,7 +22,7 @@ from gateway.http.acceptor import Acceptor, PeerConnectionCounts
 from gateway.http.asgi_exchange import AsgiExchange
 from gateway.http.forwarded import Address, TrustedProxies
 from gateway.http.read_turns import request_starts
-from gateway.http.server_connection import ServerConnection
+from gateway.http.server_connection import ServerConnection, ServerContext, ServerTimeouts
 from gateway.http.upload_budget import MIN_RATE, UploadBudget
 from gateway.protocol.errors import Refused
 
@@ -36,28 +36,10 @@ OBSERVED_S: Final = 4.0
 SPARE_DESCRIPTORS: Final = 64
 
 
-class ServerTimeouts(NamedTuple):
-    """Timeouts of a client connection, in seconds; they are checked by the sweep.
+class HttpServer(ServerContext):
+    """All connections of the client port.
 
-    ``idle_s`` between requests, ``head_s`` for a request head, ``body_s`` for a body, and again for as much
-    of it as comes at ``MIN_RATE``, ``stalled_s`` without progress of the response, ``linger_s`` for the
-    client to finish sending a rejected request.
-    """
-
-    idle_s: float = 75.0
-    head_s: float = 10.0
-    body_s: float = 20.0
-    stalled_s: float = 60.0
-    linger_s: float = 5.0
-
-
-class HttpServer:
-    """All connections of the client port. ``now`` is the loop's time at the last sweep.
-
-    ``body_limit`` is called with each head: how large its body may be. With 0 the app serves it at once,
-    without its body if it has one. ``on_refused`` is called with each refusal before the app, the
-    request's scope if its head was read, and its id; ``refusal_headers`` with what was received of the
-    request's headers, for more headers of the answer. ``proxies`` may say who the client is.
+    ``body_limit``, ``on_refused``, ``refusal_headers`` and ``proxies`` are those of :class:`ServerContext`.
     """
 
     def __init__(
@@ -134,10 +116,9 @@ class HttpServer:
         """How many are open."""
         return len(self._connections)
 
-    # Called by connections
+    # ServerContext
 
     def admit(self, connection: ServerConnection) -> bool:
-        """Whether one more connection can be served."""
         if len(self._connections) < self.max_connections:
             self._connections.add(connection)
             return True
@@ -146,7 +127,6 @@ class HttpServer:
 
     @property
     def crowded(self) -> bool:
-        """Whether too many connections are being rejected to close them gracefully."""
         return len(self._rejected) > SPARE_DESCRIPTORS // 2
 
     def lost(self, connection: ServerConnection) -> None:
@@ -159,7 +139,6 @@ class HttpServer:
             self._empty.set()
 
     def observe(self, connection: ServerConnection) -> None:
-        """The client of ``connection`` has much to read, which it may not do."""
         self._observed.setdefault(connection, (self._loop.time(), connection.acknowledged))
 
     def serve(self, scope: Scope, exchange: AsgiExchange) -> asyncio.Task[None]:
@@ -169,7 +148,7 @@ class HttpServer:
         return task
 
     def cancel(self, exchange: AsgiExchange) -> None:
-        """Cancel the task of an exchange; one that has not begun will not end as others do."""
+        # The task of one that has not begun will not end as others do.
         if (task := exchange.task) is not None:
             task.cancel()
             if not exchange.begun:

@@ -10,27 +10,24 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Callable
 from functools import lru_cache, partial
 from ipaddress import IPv6Address
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import unquote
 
 import httptools
 from starlette.types import Scope
 
-from gateway.http.asgi_exchange import SENT, AsgiExchange, id_headers, request_ids
+from gateway.http.asgi_exchange import SENT, AsgiExchange, ClientConnection, id_headers, request_ids
 from gateway.http.byte_accumulator import ByteAccumulator
-from gateway.http.forwarded import Address
+from gateway.http.forwarded import Address, TrustedProxies
 from gateway.http.read_turns import CHUNKED_BYTES, PARSED_BYTES, READ_BYTES, PacedReader, read_turns
 from gateway.http.tcp_info import acknowledged, has_left
-from gateway.http.upload_budget import MIN_RATE, Upload
+from gateway.http.upload_budget import MIN_RATE, Upload, UploadBudget
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import is_anthropic
 from policy.errors import Refusal
-
-if TYPE_CHECKING:
-    from gateway.http.server import HttpServer
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_HEADERS: Final = 100
@@ -83,14 +80,75 @@ class _LostTransport:
 _LOST = cast("asyncio.Transport", _LostTransport())
 
 
-class ServerConnection:
-    """A connection of the client port; an asyncio protocol that inherits nothing, to be compiled.
+class ServerTimeouts(NamedTuple):
+    """Timeouts of a client connection, in seconds; they are checked by the sweep.
+
+    ``idle_s`` between requests, ``head_s`` for a request head, ``body_s`` for a body, and again for as much
+    of it as comes at ``MIN_RATE``, ``stalled_s`` without progress of the response, ``linger_s`` for the
+    client to finish sending a rejected request.
+    """
+
+    idle_s: float = 75.0
+    head_s: float = 10.0
+    body_s: float = 20.0
+    stalled_s: float = 60.0
+    linger_s: float = 5.0
+
+
+class ServerContext:
+    """What the connections of a server share, and what they ask of it and report to it.
+
+    ``now`` is the loop's time at the last sweep, ``date_line`` the header of responses. ``body_limit`` is
+    called with each head: how large its body may be. With 0 the app serves it at once, without its body if
+    it has one. ``refused`` is called with each refusal before the app, the request's scope if its head was
+    read, and its id; ``refusal_headers`` with what was received of the request's headers, for more headers
+    of the answer. ``proxies`` may say who the client is.
+    """
+
+    now: float
+    times: ServerTimeouts
+    draining: bool
+    date_line: bytes
+    uploads: UploadBudget
+    proxies: TrustedProxies
+    body_limit: Callable[[Scope], int]
+    refused: Callable[[Refused, Scope | None, bytes], None]
+    refusal_headers: Callable[[dict[bytes, bytes]], list[tuple[bytes, bytes]]]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether too many connections are being rejected to close them gracefully."""
+        raise NotImplementedError
+
+    def admit(self, connection: ServerConnection) -> bool:
+        """Whether one more connection can be served."""
+        raise NotImplementedError
+
+    def lost(self, connection: ServerConnection) -> None:
+        """The connection is closed."""
+        raise NotImplementedError
+
+    def observe(self, connection: ServerConnection) -> None:
+        """The client of ``connection`` has much to read, which it may not do."""
+        raise NotImplementedError
+
+    def serve(self, scope: Scope, exchange: AsgiExchange) -> asyncio.Task[None]:
+        """Run the app for a request."""
+        raise NotImplementedError
+
+    def cancel(self, exchange: AsgiExchange) -> None:
+        """Cancel the task of an exchange."""
+        raise NotImplementedError
+
+
+class ServerConnection(ClientConnection):
+    """A connection of the client port; an asyncio protocol that inherits nothing of asyncio, to be compiled.
 
     ``sent`` is a future while the client reads too slowly, ``deadline`` when the server closes it, on the
     server's clock; never while a request is served.
     """
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: ServerContext) -> None:
         self._server = server
         self._transport: asyncio.Transport
         # They hold this connection, so that it has them from its begin until it is lost.
@@ -115,7 +173,7 @@ class ServerConnection:
         self._written = 0
         self.deadline = _NEVER
         self.ended = False
-        self.sent: Awaitable[None] = SENT
+        self.sent = SENT
         self._reset()
 
     def _reset(self) -> None:

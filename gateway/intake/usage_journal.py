@@ -20,7 +20,6 @@ import msgspec
 
 from gateway.intake.rate_limiter import RequestReservation
 from gateway.protocol.usage import TokenUsage
-from gateway.request_context import RequestContext
 from gateway.telemetry.structured_log import StructuredLog
 from policy.config.deployment import Deployment
 from policy.request import Request
@@ -138,10 +137,9 @@ class UsageJournal:
         self._rates = {name: rates_of(price) for name, price in prices.items()}
         self._batch_rates = {name: rates_of(price, batch=True) for name, price in prices.items()}
 
-    def charge(self, call: RequestContext, tenant: str, key: str, request: Request) -> UsageCharge:
-        """The charge of ``call``, which is ``request`` to the fleet, for a tenant and its key."""
+    def charge(self, request: Request, tenant: str, key: str, adapter: str) -> UsageCharge:
+        """The charge of ``request`` for a tenant and its key; ``adapter`` is empty or the one it names."""
         model = request.model
-        adapter = request.adapter if call.adapter is None else call.adapter.name
         rates = self._batch_rates if request.priority is _BATCH else self._rates
         return UsageCharge(self, tenant, key, model, adapter, rates.get(model, FREE), request.prompt_tokens)
 

@@ -1,22 +1,15 @@
-"""The section ``tracing`` of the deployment file, and what it means for engines."""
+"""The section ``tracing`` of the deployment file."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from msgspec import Meta, structs
+from msgspec import Meta
 
 from policy.config.control import Positive, Seconds, Section
-from policy.types import EngineKind
-
-if TYPE_CHECKING:
-    from policy.config.deployment import ModelSpec
 
 # The path of traces below an endpoint of OTLP over HTTP (OpenTelemetry protocol specification).
 TRACES_PATH = "/v1/traces"
-_ARGUMENT = "otlp_traces_endpoint"
-# vLLM sends OTLP over gRPC by default.
-_ENGINE_ENV = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "vllm"}
 
 
 class Tracing(Section, frozen=True):
@@ -38,12 +31,3 @@ class Tracing(Section, frozen=True):
 def traces_url(endpoint: str) -> str:
     """The URL that takes traces at ``endpoint``."""
     return endpoint.rstrip("/").removesuffix(TRACES_PATH) + TRACES_PATH
-
-
-def traced(spec: ModelSpec, endpoint: str) -> ModelSpec:
-    """``spec`` with vLLM engines that send their spans to ``endpoint``, unless its arguments say where to."""
-    given = [spec.engine_args, *(shape.engine_args for shape in spec.shapes.values())]
-    if spec.engine is not EngineKind.VLLM or any(_ARGUMENT in args for args in given):
-        return spec
-    args = {_ARGUMENT: traces_url(endpoint), **spec.engine_args}
-    return structs.replace(spec, engine_args=args, env={**_ENGINE_ENV, **spec.env})

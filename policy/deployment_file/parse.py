@@ -29,7 +29,7 @@ from policy.config.grpc_ports import GrpcPort
 from policy.config.media_hosts import fetching
 from policy.config.port_conflicts import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
-from policy.config.tracing import traced
+from policy.deployment_file.engine_tracing import traced
 from policy.deployment_file.external_server_checks import check_external, check_key, check_object, check_url
 from policy.deployment_file.gateway_checks import HOST, check_gateway, is_network
 from policy.engine.builtin_profiles import profile

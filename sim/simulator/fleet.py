@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from policy.config.deployment import ModelSpec
 from policy.config.shared_gpus import gpu_group_of
@@ -18,7 +16,7 @@ from policy.engine.builtin_profiles import host_kv_tokens, shipped
 from policy.engine.performance_model import Timing
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
-from policy.routing.replica_health import CircuitBreaker, HealthCounters, ReplicaHealth
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.scaling.reconcile_steps import Layer, LayerKey
 from policy.scaling.start_times import StartTime, StartTimes
 from policy.scaling.switch_cost import core_share, start_cores
@@ -28,53 +26,12 @@ from policy.wire.controller_reports import EngineReport
 from policy.wire.heartbeat import Heartbeat
 from sim.simulator.engine import EngineJob, VirtualTimeEngine
 from sim.simulator.fault_scenario import FaultScenario
+from sim.simulator.replica import SimulatedReplica, SimulatedTicket
 from sim.simulator.run_record import ReplicaLifetime
-
-if TYPE_CHECKING:
-    from sim.simulator.gateway import SimulatedTicket
 
 # A start that is spread is never shorter than this part of its mean.
 _LEAST_START = 0.1
 _WAKE_PART = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedReplica:
-    """One replica: its span in the record, its engine, and the gateway's view of it.
-
-    ``places`` are its requests, ``leave_by`` the end of its drain timeout, ``reported`` the version of its
-    loaded adapters that a gateway last received. ``names`` are the hashes by which requests named the blocks
-    of its prefix cache, and the tokens up to each.
-    """
-
-    key: LayerKey
-    span: ReplicaLifetime
-    engine: VirtualTimeEngine
-    view: Candidate
-    breaker: CircuitBreaker
-    state: ReplicaPhase = ReplicaPhase.STARTING
-    places: dict[int, SimulatedTicket] = field(default_factory=dict)
-    reported: int = 0
-    names: dict[Hashable, dict[int, tuple[int, tuple[Hashable, ...]]]] = field(default_factory=dict)
-    leave_by: float = 0.0
-    slow: float = 1.0
-    # The number of the engine event in force; earlier ones are void.
-    version: int = 0
-
-    def begin(self, tokens: int) -> bool:
-        view = self.view
-        view.in_flight += 1
-        view.pending_tokens += tokens
-        view.begun += 1
-        return False
-
-    def first_token(self, tokens: int, at: float) -> None:
-        """The prefill of such a request is over."""
-        self.view.pending_tokens -= tokens
-        self.view.turned_at = at
-
-    def end(self) -> None:
-        self.view.in_flight -= 1
 
 
 class Fleet:

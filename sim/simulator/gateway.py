@@ -27,7 +27,8 @@ from policy.wire.controller_reports import ModelReport
 from policy.wire.load_stream import CachedPrefix
 from sim.arrivals import Arrival
 from sim.simulator.engine import EngineJob, blocks_of
-from sim.simulator.fleet import Fleet, SimulatedReplica
+from sim.simulator.fleet import Fleet
+from sim.simulator.replica import SimulatedReplica, SimulatedTicket
 from sim.simulator.run_record import RequestOutcome
 
 # The blocks at whose ends a gateway hashes a prompt, as `gateway/protocol/prompt_features.py` does at four
@@ -46,31 +47,6 @@ _OUTCOMES = {
     RejectionCause.DISPLACED: RequestOutcome.REFUSED,
     RejectionCause.DEADLINE: RequestOutcome.EXPIRED,
 }
-
-
-class SimulatedTicket(DispatchTicket[SimulatedReplica]):
-    """A ticket with its arrival in the trace, its last replica (``runner``) and its times.
-
-    ``cached_tokens`` are those of its prompt found in the prefix cache.
-    """
-
-    __slots__ = ("arrival", "cached_tokens", "first_at", "number", "runner", "sent_at")
-
-    def __init__(
-        self, dispatcher: Dispatcher[SimulatedReplica], request: Request, number: int, arrival: Arrival
-    ) -> None:
-        super().__init__(dispatcher, request)
-        self.number = number
-        self.arrival = arrival
-        self.runner: SimulatedReplica | None = None
-        self.cached_tokens = 0
-        self.sent_at: float | None = None
-        self.first_at: float | None = None
-
-    def gap_s(self, at: float) -> float:
-        """The mean inter-token gap, with the last token ``at``; 0 for a single one."""
-        gaps = self.arrival.output_tokens - 1
-        return (at - self.first_at) / gaps if gaps and self.first_at is not None else 0.0
 
 
 class SimulatedPool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from policy.config.control import ControlConfig
 from policy.types import Priority
-from sim.simulator.gateway import SimulatedTicket
+from sim.simulator.replica import SimulatedTicket
 from sim.simulator.run_record import RequestColumns, RequestOutcome
 
 # Token counts beyond a column of 32 bits are cut off.

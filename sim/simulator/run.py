@@ -35,8 +35,9 @@ from sim.simulator.closed_loop import ClosedLoop
 from sim.simulator.controller import SimulatedController
 from sim.simulator.engine import TokenEventKind
 from sim.simulator.fault_scenario import NO_FAULTS, FaultScenario
-from sim.simulator.fleet import Fleet, SimulatedReplica, stays
-from sim.simulator.gateway import RouterFactory, SimulatedGateway, SimulatedTicket
+from sim.simulator.fleet import Fleet, stays
+from sim.simulator.gateway import RouterFactory, SimulatedGateway
+from sim.simulator.replica import SimulatedReplica, SimulatedTicket
 from sim.simulator.request_log import RequestLog
 from sim.simulator.run_record import HOUR_S, ModelTickSample, ReplicaLifetime, RequestOutcome, RunRecord
 from sim.workload.per_model_load import ModelNames
@@ -273,8 +274,7 @@ class _Run:
         model = place.request.model
         if outcome in (RequestOutcome.REFUSED, RequestOutcome.EXPIRED) and self._spills(model, place, at):
             outcome = RequestOutcome.SPILLED_OVER
-        met = self._ledgers[model].over(place.number, place, outcome, at)
-        self._recent[model].append((at, met))
+        self._recent[model].append((at, self._ledgers[model].over(place.number, place, outcome, at)))
         self._arrivals.ended(place.arrival.session, at)
 
     def _spills(self, model: str, place: SimulatedTicket, at: float) -> bool:

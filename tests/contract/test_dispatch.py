@@ -24,8 +24,9 @@ from policy.scaling.reconcile_steps import LayerKey
 from policy.types import Replica, ReplicaLoad, ReplicaPhase
 from sim.arrivals import Arrival
 from sim.simulator.fault_scenario import NO_FAULTS
-from sim.simulator.fleet import Fleet, SimulatedReplica
-from sim.simulator.gateway import SimulatedGateway, SimulatedTicket
+from sim.simulator.fleet import Fleet
+from sim.simulator.gateway import SimulatedGateway
+from sim.simulator.replica import SimulatedReplica, SimulatedTicket
 from sim.simulator.run_record import RequestOutcome
 
 # An event: requests that arrive, a crash of the oldest replica, a replica that becomes ready, first tokens of

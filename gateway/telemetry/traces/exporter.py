@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from gateway.telemetry.traces.request_trace import EndedRequest, Tracer
+from gateway.telemetry.traces.tracer import EndedRequest, Tracer
 from policy.config.tracing import traces_url
 from store.event_loop.timer_coalescing import sleep_to_next
 

@@ -26,7 +26,8 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 from gateway.telemetry.gen_ai_metrics import PROVIDER
-from gateway.telemetry.traces.request_trace import EndedRequest, TracedAttempt, is_error
+from gateway.telemetry.traces.request_trace import TracedAttempt
+from gateway.telemetry.traces.tracer import EndedRequest, is_error
 from policy.admission.retry_policy import AttemptOutcome
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.delivery.replica_idle_timeouts import IdleTimeouts
+from gateway.delivery.replica_idle_timeouts import IdleTimeouts, TimedAttempt
 
 
-class Silent:
+class Silent(TimedAttempt):
     """An attempt whose progress a test decides."""
 
     def __init__(self, *, streams: bool = True, begun: bool = False, alive: bool = False) -> None:
@@ -17,9 +17,13 @@ class Silent:
         self.begun = begun
         self.sent_at = self.quiet_since = 0.0
         self.alive = alive
-        self.events = 0
-        self.meter = SimpleNamespace(model="")
+        self.relayed = 0
+        self.model = ""
         self.expired: list[float] = []
+
+    @property
+    def events(self) -> int:
+        return self.relayed
 
     def has_progressed(self) -> bool:
         return self.alive
@@ -58,6 +62,6 @@ async def test_each_kind_of_silence_has_its_timeout(
 def test_running_streams_and_their_tokens_are_counted_by_model(deadlines: IdleTimeouts) -> None:
     for model, begun, events in (("a", True, 3), ("a", True, 4), ("a", False, 0), ("b", True, 1)):
         stream = Silent(begun=begun)
-        stream.events, stream.meter = events, SimpleNamespace(model=model)
+        stream.relayed, stream.model = events, model
         deadlines.attempts.add(stream)
     assert deadlines.running() == {"a": (2, 7), "b": (1, 1)}

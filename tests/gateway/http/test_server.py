@@ -30,7 +30,6 @@ from gateway.http.read_turns import MOST_CLOSED, STARTS_S, read_turns
 from gateway.http.server import (
     SWEPT_AT_ONCE,
     HttpServer,
-    ServerTimeouts,
     connections_within_limit,
 )
 from gateway.http.server_connection import (
@@ -41,6 +40,7 @@ from gateway.http.server_connection import (
     MAX_HEADERS,
     MAX_PIECE,
     ServerConnection,
+    ServerTimeouts,
 )
 from gateway.http.upload_budget import UploadBudget
 from gateway.routing.shared_counters import LOCAL

@@ -18,10 +18,10 @@ from gateway.telemetry.traces.request_trace import (
     RequestTrace,
     TracedAttempt,
     TraceParent,
-    Tracer,
     read_traceparent,
 )
 from gateway.telemetry.traces.spans import SpanBuilder
+from gateway.telemetry.traces.tracer import Tracer
 from policy.admission.retry_policy import AttemptOutcome
 from policy.config.tracing import Tracing
 from policy.engine.prefill_estimate import GENERIC
@@ -146,7 +146,7 @@ def spans(header: bytes | None = CLIENT) -> Sequence[ReadableSpan]:
         attempt = TracedAttempt(at, at + 0.01, quote.candidate.id.encode(), None, quote, decision)
         trace.begin(attempt)
         served = outcome is AttemptOutcome.SERVED
-        attempt.end(call(trace, sent_at=at + 0.02, first_byte_at=11.0 if served else None), outcome)
+        attempt.end(outcome, at + 0.02, 11.0 if served else None)
         attempt.ended_at = 11.5 if served else at + 0.05
     trace.sampled = True
     tracer.end(call(trace, headers=headers), "m", "acme", 10.0, 12.0)
