@@ -38,13 +38,11 @@ _BROKEN: Final = AttemptOutcome.BROKEN
 _LOST: Final = AttemptOutcome.LOST
 _LEFT: Final = AttemptOutcome.LEFT
 _REFUSED: Final = AttemptOutcome.REFUSED
-_STALE: Final = AttemptOutcome.STALE
 _SILENT: Final = AttemptOutcome.SILENT
 _RESPONSES: Final = ApiDialect.RESPONSES
 _MESSAGES: Final = ApiDialect.MESSAGES
 _GENERATE: Final = Runner.GENERATE
 _EXTERNAL: Final = EngineKind.EXTERNAL
-_UNKNOWN_MODEL: Final = Refusal.UNKNOWN_MODEL
 
 # What becomes of the requests on a replica that dies.
 _LOSSES: Final = frozenset({_LOST, _BROKEN})
@@ -243,14 +241,14 @@ class RetryLoop:
             if outcome is _SERVED:
                 return outcome, relay
             await self._in_its_turn()
-            if outcome is _STALE:
+            if outcome is AttemptOutcome.STALE:
                 connection = None
                 continue
             died = outcome is _LOST and relay.reason is not Refusal.REPLICA_LOST
             if died and await self._accepts_connections(replica):
                 relay.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica closed the connection.")
                 outcome = AttemptOutcome.DROPPED
-            elif relay.reason is _UNKNOWN_MODEL and adapter:
+            elif relay.reason is Refusal.UNKNOWN_MODEL and adapter:
                 outcome = AttemptOutcome.DENIED  # it lacks the adapter, whatever else it serves
             return outcome, relay
 

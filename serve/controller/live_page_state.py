@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.config.deployment import Gpus, ResourceBudget
-from policy.scaling.decision_types import Decision, Situation
+from policy.config.deployment import ResourceBudget
+from policy.scaling.decision_types import Decision, ModeOption, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from policy.types import Replica
@@ -22,22 +22,11 @@ WATCHED_S = 10.0
 MAX_ROUTES = 100
 
 
-class LiveMode(msgspec.Struct, frozen=True, kw_only=True):
-    """A mode of a model, with ``least`` to ``most`` replicas; ``gpus`` and ``cpus`` are per replica."""
-
-    mode: str
-    shape: str
-    least: int
-    most: int
-    gpus: Gpus
-    cpus: int
-
-
 class LiveModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model: its status, and the input and the proposals of the last decision, if there is one."""
 
     status: ModelStatus
-    modes: tuple[LiveMode, ...] = ()
+    modes: tuple[ModeOption, ...] = ()
     slo: SloConfig = SloConfig()
     signals: Signals = Signals()
     supply: Supply = Supply()
@@ -129,9 +118,7 @@ def _model(status: ModelStatus, decision: Decision | None, situation: Situation 
         return LiveModel(status=status)
     return LiveModel(
         status=status,
-        modes=tuple(
-            msgspec.convert(option, LiveMode, from_attributes=True) for option in situation.mode_options
-        ),
+        modes=situation.mode_options,
         slo=situation.slo,
         signals=situation.signals,
         supply=situation.supply,

@@ -368,6 +368,16 @@ def alias(
     }
 
 
+async def plain_server(exchange: Exchange, serve: Answer) -> None:
+    """As a server that lists the model alpha and has no metrics; other requests go to ``serve``."""
+    if exchange.path == "/v1/models":
+        await exchange.reply(b'{"data": [{"id": "alpha"}]}')
+    elif exchange.path == "/metrics":
+        await exchange.reply(b"{}", status=404)
+    else:
+        await serve(exchange)
+
+
 class FakeController(FakeServer):
     """Streams the fleet and catalog of a test and keeps reports; ``answer`` gets all other requests."""
 

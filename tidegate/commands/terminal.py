@@ -52,6 +52,14 @@ def print_list(
         console().print(table(found, *columns))
 
 
+def print_change(view: object, sentence: str, *, as_json: bool) -> None:
+    """Print what was changed: ``view`` as JSON, or the ``sentence`` about it."""
+    if as_json:
+        print_json(view)
+    else:
+        click.echo(sentence)
+
+
 def print_facts(title: str, view: object, facts: Mapping[str, object], *, as_json: bool) -> None:
     """Print one thing: ``view`` as JSON, or the ``facts`` of it that are not ``None``, a line each."""
     if as_json:

@@ -6,7 +6,7 @@ Decisions and adapter operations are answered by the controller.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,6 @@ from fastapi.security import HTTPBearer
 from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, NdjsonResponse
 from gateway.protocol.errors import Refused
 from gateway.telemetry.scrape import OPENMETRICS, TEXT
-from policy.wire.accounting_api import AuditActor
 from policy.wire.controller import ADAPTERS, DECISIONS, adapter_path, with_query
 
 # Open to probes and Prometheus; everything else needs the token, which `AdminAuthorization` checks.
@@ -103,6 +102,21 @@ async def add(services: GatewayServices, actor: CurrentActor, request: Request) 
     return NdjsonResponse(_progress(first, lines))
 
 
+async def _changing(
+    services: GatewayServices, actor: CurrentActor, request: Request, model: str, name: str
+) -> Callable[[str], Awaitable[JsonResponse]]:
+    """Asks the controller for an operation on the adapter of the path, with the body of the request."""
+
+    async def change(operation: str) -> JsonResponse:
+        path, body = adapter_path(model, name, operation), await request.body()
+        return JsonResponse(await services.controller.ask("POST", path, body, actor=actor))
+
+    return change
+
+
+Change = Annotated[Callable[[str], Awaitable[JsonResponse]], Depends(_changing)]
+
+
 @router.delete("/admin/adapters/{model:path}/{name}", summary="Remove an adapter's name")
 async def remove(services: GatewayServices, actor: CurrentActor, model: str, name: str) -> JsonResponse:
     """Requests for the name are answered 404 from then on."""
@@ -113,27 +127,18 @@ async def remove(services: GatewayServices, actor: CurrentActor, model: str, nam
     "/admin/adapters/{model:path}/{name}/split",
     summary="Split a name's requests over several versions, by weight",
 )
-async def split(
-    services: GatewayServices, actor: CurrentActor, model: str, name: str, request: Request
-) -> JsonResponse:
+async def split(change: Change) -> JsonResponse:
     """The body maps versions (``v1``) to weights."""
-    return await _change(services, actor, request, adapter_path(model, name, "split"))
+    return await change("split")
 
 
 @router.post(
     "/admin/adapters/{model:path}/{name}/rollback",
     summary="Return a name to the versions it had before",
 )
-async def rollback(
-    services: GatewayServices, actor: CurrentActor, model: str, name: str, request: Request
-) -> JsonResponse:
+async def rollback(change: Change) -> JsonResponse:
     """The alias after the rollback; an optional body names one version, ``{"to": "v1"}``."""
-    return await _change(services, actor, request, adapter_path(model, name, "rollback"))
-
-
-async def _change(services: GatewayServices, actor: AuditActor, request: Request, path: str) -> JsonResponse:
-    """The controller's answer to the body of ``request``."""
-    return JsonResponse(await services.controller.ask("POST", path, await request.body(), actor=actor))
+    return await change("rollback")
 
 
 async def _progress(first: dict[str, Any], lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from tests.gateway.fake_replica import (
     answer_json,
     event,
     hold,
+    plain_server,
     stream,
 )
 from tests.gateway.worker import Stack, model, until
@@ -174,16 +176,10 @@ async def external(stack: Stack, count: int) -> list[FakeReplica]:
         server = FakeReplica(f"server-{i}")
 
         async def run(exchange: Exchange, server: FakeReplica = server) -> None:
-            if exchange.path == "/v1/models":
-                await exchange.reply(b'{"data":[{"id":"alpha"}]}')
-                return
-            if exchange.path == "/metrics":
-                await exchange.reply(b"{}", status=404)
-                return
             server.hits.append(exchange)
             await server.answer(exchange)
 
-        server.respond = run  # type: ignore[method-assign]
+        server.respond = partial(plain_server, serve=run)  # type: ignore[method-assign]
         await server.start()
         stack.replicas.append(server)
         servers.append(server)

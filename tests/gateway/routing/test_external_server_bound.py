@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.fake_replica import Exchange, answer_json
+from tests.gateway.fake_replica import Exchange, answer_json, plain_server
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import Stack, until
 
@@ -112,12 +112,9 @@ class PlainServer(FakeUpstream):
         self._rng = random.Random(5)  # noqa: S311 - a workload
 
     async def respond(self, exchange: Exchange) -> None:
-        if exchange.path == "/v1/models":
-            await exchange.reply(b'{"data": [{"id": "alpha"}]}')
-            return
-        if exchange.path == "/metrics":
-            await exchange.reply(b"{}", status=404)
-            return
+        await plain_server(exchange, self._serve)
+
+    async def _serve(self, exchange: Exchange) -> None:
         self.in_flight += 1
         async with self._slots:
             tokens = self._rng.randrange(2, 16)

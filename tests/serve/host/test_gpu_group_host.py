@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,7 @@ from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process
 Make = Callable[..., GpuGroupHost]
+Lacking = Callable[[], AbstractContextManager[None]]
 
 
 def spec_of(seed: int) -> ModelSpec:
@@ -58,6 +59,24 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 Holder = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_group_host, "BACKOFF", Backoff(0.01, 0.01))
+
+
+@pytest.fixture
+def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lacking:
+    """While it is entered no host can be started, as with too few descriptors, processes or memory."""
+
+    @contextmanager
+    def lacking() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+            yield
+
+    return lacking
 
 
 @pytest.fixture
@@ -144,16 +163,14 @@ def members_by_engine(folder: Path) -> dict[tuple[str, int], GroupEngineProcess]
     return {(member.shape, member.index): member for member in members(folder)}
 
 
+@pytest.mark.usefixtures("quick_backoff")
 async def test_an_engine_whose_host_cannot_be_started_is_tried_again_and_interrupts_no_other(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, nothing_starts: Lacking
 ) -> None:
-    monkeypatch.setattr(gpu_group_host, "BACKOFF", Backoff(0.01, 0.01))
     host = make()
     await host.start()
     before = members_by_engine(tmp_path)
-    with monkeypatch.context() as lacking:
-        # Any error of the system, such as too few descriptors, processes or memory.
-        lacking.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    with nothing_starts():
         os.kill(before["large", 0].pid, signal.SIGKILL)
         await until(lambda: members_by_engine(tmp_path)["large", 0].failures > 2)
         failed = members_by_engine(tmp_path)
@@ -164,23 +181,22 @@ async def test_an_engine_whose_host_cannot_be_started_is_tried_again_and_interru
     assert len(pids(tmp_path) & {member.pid for member in before.values()}) == 2
 
 
+@pytest.mark.usefixtures("quick_backoff")
 async def test_a_group_whose_first_start_lacks_something_starts_later(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, nothing_starts: Lacking
 ) -> None:
-    monkeypatch.setattr(gpu_group_host, "BACKOFF", Backoff(0.01, 0.01))
     host = make()
-    with monkeypatch.context() as lacking:
-        lacking.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    with nothing_starts():
         await host.start()
         assert pids(tmp_path) == {0}
     await until(lambda: complete(tmp_path))
     assert not host.lost.is_set()
 
 
+@pytest.mark.usefixtures("quick_backoff")
 async def test_a_full_disk_interrupts_no_engine_and_is_written_to_later(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_group_host, "BACKOFF", Backoff(0.01, 0.01))
     host = make()
     await host.start()
     before = pids(tmp_path)

@@ -19,7 +19,7 @@ from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, V
 from store.state_dir import StateDir
 from tidegate.commands.deployment_context import controller_client
 from tidegate.commands.options import as_json
-from tidegate.commands.terminal import ProgressBar, console, print_json, table, table_of_rows
+from tidegate.commands.terminal import ProgressBar, console, print_change, print_json, table, table_of_rows
 from tidegate.commands.units import age, optional, size
 
 # Sources that are not paths: URLs, and repositories of the Hugging Face hub.
@@ -139,10 +139,7 @@ def remove(state: StateDir, name: str, model: str | None, as_json: bool) -> None
     client = controller_client(state)
     base = _find(client.adapters(), name, model).model
     client.remove_adapter(base, name)
-    if as_json:
-        print_json({"model": base, "name": name})
-    else:
-        click.echo(f"{name} is removed from {base}.")
+    print_change({"model": base, "name": name}, f"{name} is removed from {base}.", as_json=as_json)
 
 
 @adapters.command(

@@ -23,7 +23,7 @@ from store.key_derivation import digest_of, new_key
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.tenancy.limit_options import access_options, date, expires_option, limits_of, when
-from tidegate.commands.terminal import print_facts, print_json, print_list
+from tidegate.commands.terminal import print_change, print_facts, print_json, print_list
 from tidegate.commands.units import duration
 
 _ended = click.option("--all", "ended", is_flag=True, help="Also revoked and expired ones.")
@@ -129,10 +129,7 @@ def admin_keys() -> None:
 def create_admin(state: StateDir, name: str, role: str, expires: str | None, as_json: bool) -> None:
     body = {"name": name, "role": role, **when(expires)}
     made = AccountingClient(state).ask("POST", ADMIN_KEYS, body, answer=CreatedKey[AdminKeyView])
-    if as_json:
-        print_json(made)
-    else:
-        click.echo(f"The admin key {name} ({role}), shown only now:\n\n  {made.key}")
+    print_change(made, f"The admin key {name} ({role}), shown only now:\n\n  {made.key}", as_json=as_json)
 
 
 @admin_keys.command("list", help="List the admin keys, without the keys themselves.")
@@ -160,10 +157,7 @@ def list_admin(state: StateDir, ended: bool, as_json: bool) -> None:
 @click.pass_obj
 def revoke_admin(state: StateDir, name: str, as_json: bool) -> None:
     view = AccountingClient(state).ask("DELETE", item_path(ADMIN_KEYS, name), answer=AdminKeyView)
-    if as_json:
-        print_json(view)
-    else:
-        click.echo(f"The admin key {view.name} is revoked.")
+    print_change(view, f"The admin key {view.name} is revoked.", as_json=as_json)
 
 
 def _show_new(made: CreatedKey[KeyView], as_json: bool) -> None:

@@ -12,7 +12,7 @@ from policy.wire.accounting_api import TENANTS, TenantView, item_path
 from store.state_dir import StateDir
 from tidegate.commands.options import Decorator, as_json
 from tidegate.commands.tenancy.limit_options import access_options, limits_of
-from tidegate.commands.terminal import print_facts, print_json, print_list
+from tidegate.commands.terminal import print_change, print_facts, print_list
 
 _name = click.argument("name")
 
@@ -106,10 +106,8 @@ def update(  # noqa: PLR0917 - click passes them by name
 @click.pass_obj
 def delete(state: StateDir, name: str, as_json: bool) -> None:
     view = AccountingClient(state).ask("DELETE", item_path(TENANTS, name), answer=TenantView)
-    if as_json:
-        print_json(view)
-    else:
-        click.echo(f"The tenant {view.name} is deleted; {view.keys} of its keys are revoked.")
+    sentence = f"The tenant {view.name} is deleted; {view.keys} of its keys are revoked."
+    print_change(view, sentence, as_json=as_json)
 
 
 def _given(settings: dict[str, Any]) -> dict[str, Any]:
