@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,7 @@ async def test_c_a_stand_by_completes_the_switch_of_a_killed_leader_and_a_paused
         address, term = await site.leader(after=term)
         paused = await site.pause(address)
         await site.leader(after=term)
-        paused.send_signal(signal.SIGCONT)
+        _resume(paused)
         assert await paused.wait() in ENDS
         assert await site.replicas() == before
 
@@ -65,11 +67,16 @@ async def test_c_leaders_are_killed_and_paused_in_each_state_of_a_switch(
             else:
                 paused = await site.pause(address)
                 await site.leader(after=term)
-                paused.send_signal(signal.SIGCONT)
+                _resume(paused)
                 assert await paused.wait() in ENDS
             await site.settle(new, 1)
     assert seen == set(STATES)
     assert site.answers["ok"] > 1000
+
+
+def _resume(paused: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # the next leader has killed it
+        paused.send_signal(signal.SIGCONT)
 
 
 async def _reached(site: Elected, old: str, new: str, state: tuple[str, str]) -> tuple[str, str]:
