@@ -21,7 +21,9 @@ FOLLOWED_S = 1.0
 
 
 class AccessSnapshotWriter:
-    """Written at the start, and when the revision of tenants and keys has changed; safe for all threads.
+    """Written at the start, and when the revision of tenants and keys has changed or the clock was set back.
+
+    Safe for all threads.
 
     ``in_force`` says whether all workers of this host have read the file of a revision.
     """
@@ -37,6 +39,7 @@ class AccessSnapshotWriter:
         self._in_force = in_force
         self._writing = threading.Lock()
         self._revision = -1
+        self._written_at = 0.0
 
     def put_in_force(self) -> None:
         """Write the file, and wait until the workers have read it, but not for one that does not answer.
@@ -53,9 +56,10 @@ class AccessSnapshotWriter:
         with self._writing:
             with self._database.reading() as connection:
                 revision = counter(connection, REVISION)
-                if revision == self._revision:
-                    return
                 now = self._database.now()
+                # Of a clock that was set back the file may lack keys, which had ended by it.
+                if revision == self._revision and now >= self._written_at:
+                    return
                 tenants = every_tenant(connection)
                 keys = every_key(connection, valid_at=now)
                 admins = every_admin_key(connection, valid_at=now)
@@ -84,4 +88,4 @@ class AccessSnapshotWriter:
                 ),
             ]  # fmt: skip
             write_atomic(self._path, msgspec.json.Encoder().encode_lines(lines), mode=0o600)
-            self._revision = revision
+            self._revision, self._written_at = revision, now

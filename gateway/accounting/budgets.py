@@ -33,6 +33,7 @@ class Budgets:
     def __init__(self, access: AccessDatabase) -> None:
         self._access = access
         self._revision = -1
+        self._read_at = 0.0
         self._declared: DeploymentFileSnapshot | None = None
         self._tenants: dict[str, str] = {}
         self._keys: dict[str, str] = {}
@@ -51,13 +52,15 @@ class Budgets:
             return
         with self._access.reading() as connection:
             revision = counter(connection, REVISION)
-            if revision == self._revision and declared is self._declared:
+            now = self._access.now()
+            # Of a clock that was set back, keys may be missing that had ended by it.
+            if revision == self._revision and declared is self._declared and now >= self._read_at:
                 return
             tenants = {each.tenant.name: each.tenant for each in every_tenant(connection)}
-            keys = every_key(connection, valid_at=self._access.now())
+            keys = every_key(connection, valid_at=now)
         self._tenants = _durations(tenants | declared.tenants)
         self._keys = _durations({key.id: key.access for key in keys})
-        self._revision, self._declared = revision, declared
+        self._revision, self._declared, self._read_at = revision, declared, now
 
     def of(self, tenant: str, key: str, at: float) -> list[SpendBudget]:
         """The budgets that pay for a request of the instant ``at``, where its period is the present one."""

@@ -1,4 +1,4 @@
-"""Live hosts and their shares of limits, by the clock of the database: PostgreSQL's."""
+"""Live hosts and their shares of limits, by the clock of the database."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from sqlalchemy import Connection, delete, select, text
 from store.tenancy.ledger import insert_of
 from store.tenancy.tables import hosts, limit_leases
 
-_NOW = text("SELECT extract(epoch FROM clock_timestamp())")
+_NOW = {
+    "postgresql": text("SELECT extract(epoch FROM clock_timestamp())"),
+    "sqlite": text("SELECT strftime('%s', 'now')"),
+}
 # Parameters of one statement are limited.
 _AT_ONCE = 500
 
@@ -26,7 +29,7 @@ class LimitLease(NamedTuple):
 
 def now(connection: Connection) -> float:
     """The database's clock, in Unix seconds."""
-    return float(connection.execute(_NOW).scalar_one())
+    return float(connection.execute(_NOW[connection.dialect.name]).scalar_one())
 
 
 def meet(connection: Connection, host: str, at: float, *, lives_s: float) -> list[str]:

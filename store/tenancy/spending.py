@@ -1,4 +1,7 @@
-"""Spending of tenants and keys in the present periods of their budgets: a row for each budget."""
+"""Spending of tenants and keys in the periods of their budgets: a row for each budget and period.
+
+A host's clock may be ahead: what it spends in a period to come is beside that of the present one.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, bindparam, delete, func, select
 
+from policy.tenancy.budget_period import period_of
+from store.tenancy import limit_leases
 from store.tenancy.ledger import insert_of
 from store.tenancy.tables import ledger, spending
 
@@ -34,16 +39,15 @@ class SpendBudget(NamedTuple):
 
 def read(connection: Connection, budgets: Sequence[SpendBudget]) -> dict[SpendBudget, int]:
     """What was spent of ``budgets``, in nano-units; those of which nothing is noted are left out."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    found: dict[tuple[str, str, int], int] = {}
     owners = [budget.owner for budget in budgets]
     for i in range(0, len(owners), _AT_ONCE):
         for row in connection.execute(select(spending).where(spending.c.owner.in_(owners[i : i + _AT_ONCE]))):
-            found[row.owner, row.duration] = row.begin, row.cost_nano
+            found[row.owner, row.duration, row.begin] = row.cost_nano
     spent = {}
     for budget in budgets:
-        begin, nano = found.get((budget.owner, budget.duration), (-1, 0))
-        # Another host may already be in the next period; this one's is over then.
-        if begin >= budget.begin:
+        nano = found.get((budget.owner, budget.duration, budget.begin))
+        if nano is not None:
             spent[budget] = nano
     return spent
 
@@ -63,9 +67,7 @@ def add(connection: Connection, costs: Mapping[SpendBudget, int]) -> None:
     known = read(connection, budgets)
     insert: Any = insert_of(connection)(spending)
     statement = insert.on_conflict_do_update(
-        index_elements=["owner", "duration"],
-        set_={name: insert.excluded[name] for name in ("begin", "cost_nano")},
-        where=spending.c.begin <= insert.excluded.begin,
+        index_elements=["owner", "duration", "begin"], set_={"cost_nano": insert.excluded.cost_nano}
     )
     rows = []
     for budget in budgets:
@@ -75,6 +77,27 @@ def add(connection: Connection, costs: Mapping[SpendBudget, int]) -> None:
         rows.append({**names, "cost_nano": nano})
     if rows:
         connection.execute(statement, rows)
+    if begun := [budget for budget in budgets if budget.duration and budget not in known]:
+        _forget_former(connection, begun)
+
+
+def _forget_former(connection: Connection, begun: Iterable[SpendBudget]) -> None:
+    """Delete the rows of periods before the last ones of ``begun``, whose periods have just begun.
+
+    The database's clock counts where a host's is ahead of it: other hosts are in the present period.
+    """
+    now = limit_leases.now(connection)
+    statement = delete(spending).where(
+        spending.c.owner == bindparam("of"),
+        spending.c.duration == bindparam("lasting"),
+        spending.c.begin < bindparam("last"),
+    )
+    rows = []
+    for budget in begun:
+        present = period_of(budget.duration, min(float(budget.begin), now))
+        last = period_of(budget.duration, present.begin - 1.0)
+        rows.append({"of": budget.owner, "lasting": budget.duration, "last": int(last.begin)})
+    connection.execute(statement, rows)
 
 
 def _of_ledger(connection: Connection, budget: SpendBudget) -> int:

@@ -84,7 +84,8 @@ spending = Table(
     "spending",
     metadata,
     *key_columns(Text, "owner", "duration"),
-    *required_columns(BigInteger, "begin", "cost_nano"),
+    *key_columns(BigInteger, "begin"),
+    *required_columns(BigInteger, "cost_nano"),
 )
 # The share of a limit that a host may use until ``expires``, and the requests a second for it.
 limit_leases = Table(

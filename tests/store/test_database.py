@@ -9,19 +9,39 @@ import traceback
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
+import store.migrations
 from policy.errors import PreconditionFailed, Unreachable
 from store.adapters import database_tables
 from store.database import Database
 from store.election import tables as election_tables
-from store.tenancy import tables
+from store.tenancy import spending, tables
+from store.tenancy.spending import SpendBudget
+
+MIGRATIONS = Path(store.migrations.__file__).parent
 
 
 def url(folder: Path) -> str:
     return f"sqlite:///{folder / 't.db'}"
+
+
+def fill(url: str, revision: str, *statements: str) -> None:
+    """Make a database as it was at ``revision``, and execute ``statements`` there."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    engine.dispose()
 
 
 def test_the_migrations_create_the_tables_of_the_code(tmp_path: Path) -> None:
@@ -30,6 +50,16 @@ def test_the_migrations_create_the_tables_of_the_code(tmp_path: Path) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert election_tables.leases.metadata is tables.audit.metadata
         assert compare_metadata(context, tables.audit.metadata) == []
+    database.close()
+
+
+def test_a_migration_takes_over_what_was_spent(tmp_path: Path, database_url: str) -> None:
+    fill(database_url, "0003", "INSERT INTO spending VALUES ('tenant t', '1d', 86400, 5)")
+    database = Database(database_url)
+    budget = SpendBudget("t", False, "1d", 86_400)
+    with database.writing() as connection:
+        spending.add(connection, {budget: 2})
+        assert spending.read(connection, [budget]) == {budget: 7}
     database.close()
 
 

@@ -12,6 +12,8 @@ import pytest
 from sqlalchemy import text
 
 from gateway.accounting import database_access
+from gateway.accounting.access_snapshot_writer import AccessSnapshotWriter
+from gateway.accounting.budgets import Budgets
 from policy.errors import Unreachable
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, TenantRow
 from store.key_derivation import digest_of
@@ -113,6 +115,26 @@ async def test_the_file_of_the_workers_follows_changes_of_other_hosts(
     rewritten = here.state.access_path.stat().st_ino
     here.snapshot.update()
     assert written != rewritten == here.state.access_path.stat().st_ino, "written at a change alone"
+
+
+async def test_a_clock_that_was_set_back_brings_back_the_keys_that_had_ended_by_it(
+    site: AccountingSite, clock: Clock
+) -> None:
+    await site.ask("POST", "/tenants", {"name": "web"})
+    kept = {"tenant": "web", "duration": "90d", "max_budget": 1.0}
+    made = await site.ask("POST", "/keys", kept)
+    await site.ask("POST", "/admin-keys", {"name": "bot", "role": "viewer", "duration": "90d"})
+    clock.now += 365 * 86_400
+    ahead = AccessSnapshotWriter(site.access, site.state)
+    budgets = Budgets(site.access)
+    for reader in (ahead, budgets):
+        reader.update()
+    assert [type(row) for row in site.file()] == [SnapshotHead, TenantRow] and not budgets.every()
+    clock.now -= 365 * 86_400
+    for reader in (ahead, budgets):
+        reader.update()
+    assert [type(row) for row in site.file()] == [SnapshotHead, TenantRow, KeyRow, AdminKeyRow]
+    assert [budget.name for budget in budgets.every()] == [made["view"]["id"]]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from policy.config.tenancy import TokenPrice
 from policy.hashing import hash_name
 from policy.tenancy.price import rates_of
 from policy.wire.accounting_api import TENANTS, USAGE
-from store.tenancy import ledger
+from store.database import Database
+from store.tenancy import ledger, spending
 from store.tenancy.ledger import LedgerKey, UsageTotals
+from store.tenancy.spending import SpendBudget
 from tests.clock import Clock
 from tests.gateway.accounting.site import AccountingSite
 
@@ -81,6 +83,25 @@ async def test_a_host_knows_what_others_spent_and_counts_its_own_once(tmp_path: 
     turn()
     assert known(clock()) == (0, True), "the next day begins with nothing"
     site.database.close()
+
+
+def test_a_clock_that_was_ahead_keeps_nothing_from_being_counted(tmp_path: Path, database_url: str) -> None:
+    database = Database(database_url)
+    hour = int(time.time()) // 3600
+    now, *ahead = (SpendBudget("t", False, "1h", (hour + hours) * 3600) for hours in (0, 240, 241, 242))
+    # Of a month ago, as the database's clock has it.
+    former = [SpendBudget("t", False, "1h", (hour - 720 + hours) * 3600) for hours in range(3)]
+    with database.writing() as connection:
+        spending.add(connection, {now: 1})
+        for budget in ahead:
+            spending.note(connection, [budget])
+        spending.add(connection, {now: 10})
+        spending.add(connection, {ahead[2]: 5})
+        assert spending.read(connection, [now, ahead[2]]) == {now: 11, ahead[2]: 5}
+        for budget in former:
+            spending.add(connection, {budget: 1})
+        assert spending.read(connection, former) == dict.fromkeys(former[1:], 1), "those before the last go"
+    database.close()
 
 
 @pytest.mark.parametrize(
