@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from policy.config.tenancy import AccessPolicy
 from policy.duration import DURATION, parse_duration
 from policy.wire.accounting_api import AuditActor, AuditEntry
 from store.database import increment
-from store.tenancy import audit
+from store.tenancy import audit, spending
 from store.tenancy.tables import REVISION
 
 log = logging.getLogger("tidegate.accounting")
@@ -65,6 +65,11 @@ class AccessDatabase:
         """Append changes that other processes made."""
         with self._database.get().writing() as connection:
             audit.add(connection, entries)
+
+    def recount_spending(self, budgets: Iterable[tuple[str, str]]) -> None:
+        """Let the ledger say what was spent of budgets, given by their owners and durations."""
+        with self._database.get().writing() as connection:
+            spending.recount(connection, budgets)
 
     @contextmanager
     def changing(self, actor: AuditActor) -> Iterator[AccessTransaction]:

@@ -58,8 +58,16 @@ class Budgets:
                 return
             tenants = {each.tenant.name: each.tenant for each in every_tenant(connection)}
             keys = every_key(connection, valid_at=now)
-        self._tenants = _durations(tenants | declared.tenants)
-        self._keys = _durations({key.id: key.access for key in keys})
+            recountable = spending.recountable(connection)
+        by_tenant = _durations(tenants | declared.tenants)
+        by_key = _durations({key.id: key.access for key in keys})
+        counted = _budgets(by_tenant, by_key)
+        if self._declared is not None:
+            counted &= _budgets(self._tenants, self._keys)
+        # While a budget is not set, what its owner spends is in the ledger alone.
+        if uncounted := recountable - counted:
+            self._access.recount_spending(uncounted)
+        self._tenants, self._keys = by_tenant, by_key
         self._revision, self._declared, self._read_at = revision, declared, now
 
     def of(self, tenant: str, key: str, at: float) -> list[SpendBudget]:
@@ -132,6 +140,15 @@ class SpentBudgets:
                 spent |= spending.read(connection, unknown)
         for budget, (by_host, end) in self._looked.items():
             self._limits.publish_spent(hash_name(budget.owner), spent[budget], by_host, end)
+
+
+def _budgets(tenants: Mapping[str, str], keys: Mapping[str, str]) -> set[tuple[str, str]]:
+    """The owners and durations of budgets."""
+    return {
+        (SpendBudget(name, is_key, duration, 0).owner, duration)
+        for is_key, durations in ((False, tenants), (True, keys))
+        for name, duration in durations.items()
+    }
 
 
 def _durations(owners: Mapping[str, AccessPolicy]) -> dict[str, str]:

@@ -81,6 +81,22 @@ def add(connection: Connection, costs: Mapping[SpendBudget, int]) -> None:
         _forget_former(connection, begun)
 
 
+def recountable(connection: Connection) -> set[tuple[str, str]]:
+    """The owners and durations of what is noted of periods that began at midnight: the ledger has it too."""
+    query = select(spending.c.owner, spending.c.duration).where(spending.c.begin % _DAY_S == 0).distinct()
+    return {(row.owner, row.duration) for row in connection.execute(query)}
+
+
+def recount(connection: Connection, budgets: Iterable[tuple[str, str]]) -> None:
+    """Forget of these what is :func:`recountable`: the ledger says it when it is asked for the next time."""
+    statement = delete(spending).where(
+        spending.c.owner == bindparam("of"),
+        spending.c.duration == bindparam("lasting"),
+        spending.c.begin % _DAY_S == 0,
+    )
+    connection.execute(statement, [{"of": owner, "lasting": duration} for owner, duration in budgets])
+
+
 def _forget_former(connection: Connection, begun: Iterable[SpendBudget]) -> None:
     """Delete the rows of periods before the last ones of ``begun``, whose periods have just begun.
 

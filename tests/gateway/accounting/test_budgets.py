@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from store.tenancy import ledger, spending
 from store.tenancy.ledger import LedgerKey, UsageTotals
 from store.tenancy.spending import SpendBudget
 from tests.clock import Clock
-from tests.gateway.accounting.site import AccountingSite
+from tests.gateway.accounting.site import DECLARED, AccountingSite
 
 RATES = rates_of(TokenPrice(input=0, output=1.0))
 
@@ -82,6 +83,48 @@ async def test_a_host_knows_what_others_spent_and_counts_its_own_once(tmp_path: 
     clock.now += 86_400
     turn()
     assert known(clock()) == (0, True), "the next day begins with nothing"
+    site.database.close()
+
+
+@pytest.mark.parametrize("between", [None, {"max_budget": 1.0, "budget_duration": "1d"}])
+@pytest.mark.parametrize("declared", [False, True])
+async def test_a_budget_that_is_set_again_has_what_was_spent_meanwhile(
+    tmp_path: Path, between: dict[str, Any] | None, declared: bool
+) -> None:
+    site = AccountingSite(tmp_path, f"sqlite:///{tmp_path / 't.db'}", Clock(time.time()))
+    monthly = {"max_budget": 1.0, "budget_duration": "1mo"}
+    hosts = []
+    for name in ("a", "b"):
+        budgets = Budgets(site.access)
+        budgets.update()
+        journal = UsageJournal(tmp_path / name, StructuredLog(0, StringIO()))
+        writer = LedgerWriter(site.database.get, tmp_path / name, name, budgets=budgets.of)
+        hosts.append((budgets, journal, writer))
+    if not declared:
+        await site.ask("POST", TENANTS, {"name": "t"})
+
+    async def spend(budget: dict[str, Any] | None, tokens: int) -> dict[SpendBudget, int]:
+        """Spend on both hosts when the one knows of the change, and again when the other does."""
+        if declared:
+            site.declare(tenants=[{"name": "t", "keys_sha256": [DECLARED], **(budget or {})}])
+        else:
+            unset = {"max_budget": None, "budget_duration": None}
+            await site.ask("PATCH", f"{TENANTS}/t", unset | (budget or {}))
+        for budgets, _, _ in hosts:
+            budgets.update()
+            for _, journal, writer in hosts:
+                charge = UsageCharge(journal, "t", "", "m", "", RATES, 0)
+                charge.begin()
+                charge.end(TokenUsage(0, 0, tokens))
+                writer.drain()
+        present = list(hosts[0][0].every())
+        with site.database.get().writing() as connection:
+            spending.note(connection, present)
+            return spending.read(connection, present)
+
+    assert list((await spend(monthly, 5)).values()) == [20_000]
+    await spend(between, 100)
+    assert list((await spend(monthly, 1)).values()) == [424_000]
     site.database.close()
 
 
