@@ -77,6 +77,7 @@ class AccessSnapshotWriter:
                     KeyRow(
                         id=each.id, sha256=each.sha256, tenant=each.tenant, alias=each.alias,
                         access=msgspec.structs.replace(each.access, metadata={}), expires=each.expires,
+                        first_id=each.first_id,
                     )
                     for each in keys
                 ),

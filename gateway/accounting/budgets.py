@@ -17,7 +17,7 @@ from policy.hashing import hash_name
 from policy.tenancy.budget_period import BudgetPeriod, period_of
 from store.database import Database, counter
 from store.tenancy import spending
-from store.tenancy.keys import every_key
+from store.tenancy.keys import every_key, first_keys
 from store.tenancy.spending import SpendBudget
 from store.tenancy.tables import REVISION
 from store.tenancy.tenants import every_tenant
@@ -37,6 +37,7 @@ class Budgets:
         self._declared: DeploymentFileSnapshot | None = None
         self._tenants: dict[str, str] = {}
         self._keys: dict[str, str] = {}
+        self._first_keys: dict[str, str] = {}
         self._periods: dict[str, BudgetPeriod] = {}
 
     def update(self) -> None:
@@ -58,21 +59,24 @@ class Budgets:
                 return
             tenants = {each.tenant.name: each.tenant for each in every_tenant(connection)}
             keys = every_key(connection, valid_at=now)
+            replacing = first_keys(connection)
             recountable = spending.recountable(connection)
         by_tenant = _durations(tenants | declared.tenants)
-        by_key = _durations({key.id: key.access for key in keys})
+        by_key = _durations({key.first_id or key.id: key.access for key in keys})
         counted = _budgets(by_tenant, by_key)
         if self._declared is not None:
             counted &= _budgets(self._tenants, self._keys)
         # While a budget is not set, what its owner spends is in the ledger alone.
         if uncounted := recountable - counted:
             self._access.recount_spending(uncounted)
-        self._tenants, self._keys = by_tenant, by_key
+        self._tenants, self._keys, self._first_keys = by_tenant, by_key, replacing
         self._revision, self._declared, self._read_at = revision, declared, now
 
     def of(self, tenant: str, key: str, at: float) -> list[SpendBudget]:
         """The budgets that pay for a request of the instant ``at``, where its period is the present one."""
         found = []
+        # Requests of a key that was replaced may come here after it ended.
+        key = self._first_keys.get(key, key)
         for name, is_key, durations in ((tenant, False, self._tenants), (key, True, self._keys)):
             if (duration := durations.get(name)) is not None:
                 begin = self._period(duration).begin

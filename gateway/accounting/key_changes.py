@@ -99,12 +99,18 @@ class KeyChanges:
         return CreatedKey(key=key, view=view)
 
     def rotate(self, key_id: str, grace_s: float, actor: AuditActor) -> CreatedKey[KeyView]:
-        """Replace a key by a new one with the same settings; the old one ends after ``grace_s``."""
+        """Replace a key by a new one with the same settings; the old one ends after ``grace_s``.
+
+        What either uses of the limits, both have used.
+        """
         require(0 <= grace_s <= _MAX_GRACE_S, "grace_s", grace_s, f"0 to {_MAX_GRACE_S:g} seconds")
         with self._database.changing(actor) as change:
             old = self._valid(change.connection, key_id, change.now)
             key = new_key()
-            new = structs.replace(old, id=new_id("key"), sha256=digest_of(key.encode()), created=change.now)
+            new = structs.replace(
+                old, id=new_id("key"), sha256=digest_of(key.encode()), created=change.now,
+                first_id=old.first_id or old.id,
+            )  # fmt: skip
             if grace_s:
                 ends = change.now + grace_s
                 old = structs.replace(old, expires=ends if old.expires is None else min(ends, old.expires))

@@ -60,7 +60,8 @@ class AccessDraft:
         if account is not None:
             access = (declared or self.tenants[row.tenant], row.access)
             expires = inf if row.expires is None else row.expires
-            self.keys[bytes.fromhex(row.sha256)] = Principal(account, row.id, access, expires)
+            key = Principal(account, row.id, access, expires, row.first_id)
+            self.keys[bytes.fromhex(row.sha256)] = key
 
 
 class TenantDirectory:

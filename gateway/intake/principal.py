@@ -39,11 +39,14 @@ class WorkerTenant:
 
 
 class LimitSubject:
-    """Whom limits are of: a tenant, or a key (``is_key``). ``key`` is the hash that they are counted by."""
+    """Whom limits are of: a tenant, or a key (``is_key``). ``key`` is the hash that they are counted by.
 
-    def __init__(self, name: str, access: AccessPolicy, *, is_key: bool) -> None:
+    ``first_name`` is that of the first of the keys that replaced each other, which are counted as one.
+    """
+
+    def __init__(self, name: str, first_name: str, access: AccessPolicy, *, is_key: bool) -> None:
         self.name = name
-        self.key = subject_key(name, is_key=is_key)
+        self.key = subject_key(first_name, is_key=is_key)
         self.access = access
         self.is_key = is_key
 
@@ -55,7 +58,7 @@ class Principal:
     of the deployment file, empty without a key. ``access`` is what its tenant and its key may use, in this
     order; it is empty where nothing is limited. ``models`` and ``adapters`` are the names that both allow
     (``None``: all). ``max_tokens`` is the longest answer, ``expires`` Unix seconds. ``limited`` are those of
-    the two that have limits.
+    the two that have limits; a key's are counted as those of ``first_key_id``, which it replaced.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Principal:
         key_id: str = "",
         access: tuple[AccessPolicy, ...] = (),
         expires: float = inf,
+        first_key_id: str | None = None,
     ) -> None:
         self.account = account
         self.key_id = key_id
@@ -75,12 +79,14 @@ class Principal:
         self.max_tokens = min(
             (each.max_tokens for each in access if each.max_tokens is not None), default=None
         )
-        self.limited: tuple[LimitSubject, ...] = ()
+        limited: list[LimitSubject] = []
         if access:
-            named = zip(access, (account.name, key_id), (False, True), strict=True)
-            self.limited = tuple(
-                [LimitSubject(name, each, is_key=is_key) for each, name, is_key in named if _is_limited(each)]
-            )
+            of_tenant, of_key = access
+            if _is_limited(of_tenant):
+                limited.append(LimitSubject(account.name, account.name, of_tenant, is_key=False))
+            if _is_limited(of_key):
+                limited.append(LimitSubject(key_id, first_key_id or key_id, of_key, is_key=True))
+        self.limited = tuple(limited)
 
     def may_use(self, model: str, adapter: str = "") -> bool:
         """Whether the model, or the adapter on it, is among those that tenant and key allow."""

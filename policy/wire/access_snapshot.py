@@ -32,7 +32,8 @@ class KeyRow(msgspec.Struct, frozen=True, kw_only=True, tag="key"):
     """A key that is neither revoked nor expired when it is written.
 
     ``id`` is public (``key-`` and 16 hex digits), ``sha256`` the digest of the key in hex, ``expires`` Unix
-    seconds. ``tenant`` may be one of the deployment file.
+    seconds. ``tenant`` may be one of the deployment file. ``first_id`` is the id of the first of the keys
+    that replaced each other, ``None`` in that one: they share its limits.
     """
 
     id: str
@@ -41,6 +42,7 @@ class KeyRow(msgspec.Struct, frozen=True, kw_only=True, tag="key"):
     alias: str = ""
     access: AccessPolicy = AccessPolicy()
     expires: float | None = None
+    first_id: str | None = None
 
 
 class AdminKeyRow(msgspec.Struct, frozen=True, kw_only=True, tag="admin_key"):

@@ -28,11 +28,16 @@ class AnyKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyRecord(AnyKeyRecord, frozen=True, kw_only=True):
-    """An API key."""
+    """An API key.
+
+    ``first_id`` is the id of the first of the keys that replaced each other, ``None`` in that one: they share
+    its limits.
+    """
 
     tenant: str
     alias: str
     access: AccessPolicy
+    first_id: str | None = None
 
 
 class AdminKeyRecord(AnyKeyRecord, frozen=True, kw_only=True):
@@ -69,6 +74,12 @@ def find_key(connection: Connection, key_id: str) -> KeyRecord | None:
     """The key with this id."""
     row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).first()
     return None if row is None else _key(row)
+
+
+def first_keys(connection: Connection) -> dict[str, str]:
+    """The ids of keys that were replaced first, by the ids of all that replaced them; ended ones too."""
+    query = select(api_keys.c.id, api_keys.c.first_id).where(api_keys.c.first_id.is_not(None))
+    return {row.id: row.first_id for row in connection.execute(query)}
 
 
 def insert_key(connection: Connection, record: KeyRecord) -> None:

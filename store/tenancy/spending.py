@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, delete, func, select
+from sqlalchemy import Connection, bindparam, delete, func, or_, select
 
 from policy.tenancy.budget_period import period_of
 from store.tenancy import limit_leases
 from store.tenancy.ledger import insert_of
-from store.tenancy.tables import ledger, spending
+from store.tenancy.tables import api_keys, ledger, spending
 
 _DAY_S = 86_400
 # Parameters of one statement are limited.
@@ -24,6 +24,7 @@ _AT_ONCE = 500
 class SpendBudget(NamedTuple):
     """A budget's owner and period: of a tenant, or of a key; ``duration`` is empty without one.
 
+    A key's ``name`` is the id of the first of those that replaced each other, which have one budget.
     ``begin`` is the Unix second in which the period began.
     """
 
@@ -119,9 +120,10 @@ def _forget_former(connection: Connection, begun: Iterable[SpendBudget]) -> None
 def _of_ledger(connection: Connection, budget: SpendBudget) -> int:
     if budget.begin % _DAY_S:
         return 0
-    whose = ledger.c.key_id if budget.is_key else ledger.c.tenant
+    whose = ledger.c.tenant == budget.name
+    if budget.is_key:
+        replacing = select(api_keys.c.id).where(api_keys.c.first_id == budget.name)
+        whose = or_(ledger.c.key_id == budget.name, ledger.c.key_id.in_(replacing))
     since = datetime.fromtimestamp(budget.begin, UTC).date().isoformat()
-    query = select(func.coalesce(func.sum(ledger.c.cost_nano), 0)).where(
-        whose == budget.name, ledger.c.day >= since
-    )
+    query = select(func.coalesce(func.sum(ledger.c.cost_nano), 0)).where(whose, ledger.c.day >= since)
     return int(connection.execute(query).scalar_one())

@@ -36,7 +36,8 @@ tenants = Table(
     *required_columns(Boolean, "blocked"),
     *required_columns(Double, "created"),
 )
-# ``access`` is an :class:`policy.config.tenancy.AccessPolicy` as JSON.
+# ``access`` is an :class:`policy.config.tenancy.AccessPolicy` as JSON. ``first_id`` is the id of the first of
+# the keys that replaced each other, whose limits and spending they share; without a value in itself.
 api_keys = Table(
     "api_keys",
     metadata,
@@ -44,6 +45,7 @@ api_keys = Table(
     *_columns_of_a_key(),
     Column("tenant", Text, nullable=False, index=True),
     *required_columns(Text, "alias", "access"),
+    Column("first_id", Text, index=True),
 )
 admin_keys = Table(
     "admin_keys",

@@ -18,7 +18,8 @@ from gateway.telemetry.structured_log import StructuredLog
 from policy.config.tenancy import TokenPrice
 from policy.hashing import hash_name
 from policy.tenancy.price import rates_of
-from policy.wire.accounting_api import TENANTS, USAGE
+from policy.wire.access_snapshot import KeyRow
+from policy.wire.accounting_api import KEYS, TENANTS, USAGE
 from store.database import Database
 from store.tenancy import ledger, spending
 from store.tenancy.ledger import LedgerKey, UsageTotals
@@ -125,6 +126,44 @@ async def test_a_budget_that_is_set_again_has_what_was_spent_meanwhile(
     assert list((await spend(monthly, 5)).values()) == [20_000]
     await spend(between, 100)
     assert list((await spend(monthly, 1)).values()) == [424_000]
+    site.database.close()
+
+
+async def test_keys_that_replaced_each_other_have_one_budget(tmp_path: Path) -> None:
+    site = AccountingSite(tmp_path, f"sqlite:///{tmp_path / 't.db'}", Clock(time.time()))
+    await site.ask("POST", TENANTS, {"name": "t"})
+    first = (await site.ask("POST", KEYS, {"tenant": "t", "max_budget": 1.0}))["view"]["id"]
+    journal = UsageJournal(tmp_path / "usage", StructuredLog(0, StringIO()))
+    budgets = Budgets(site.access)
+    writer = LedgerWriter(site.database.get, tmp_path / "usage", "here", budgets=budgets.of)
+
+    def spend(key: str, tokens: int) -> None:
+        charge = UsageCharge(journal, "t", key, "m", "", RATES, 0)
+        charge.begin()
+        charge.end(TokenUsage(0, 0, tokens))
+        budgets.update()
+        writer.drain()
+
+    async def rotate(key: str, grace_s: float) -> str:
+        rotated = await site.ask("POST", f"{KEYS}/{key}/rotate", {"grace_s": grace_s})
+        return str(rotated["view"]["id"])
+
+    spend(first, 1)
+    second = await rotate(first, 60.0)
+    spend(first, 10)
+    spend(second, 100)
+    third = await rotate(second, 0.0)
+    spend(second, 1000)  # it ran when its key ended
+    spend(third, 10_000)
+    budget = SpendBudget(first, True, "", 0)
+    with site.database.get().writing() as connection:
+        assert list(budgets.every()) == [budget]
+        assert spending.read(connection, [budget]) == {budget: 11_111_000}
+        spending.recount(connection, [(budget.owner, budget.duration)])
+        spending.note(connection, [budget])
+        assert spending.read(connection, [budget]) == {budget: 11_111_000}, "the ledger says the same"
+    rows = {row.id: row.first_id for row in site.file() if isinstance(row, KeyRow)}
+    assert rows == {first: None, third: first}
     site.database.close()
 
 

@@ -109,6 +109,20 @@ def test_a_worker_starts_with_the_last_file(worker: Worker) -> None:
     assert not worker.admits("other") and not worker.admits("")
 
 
+def test_keys_that_replaced_each_other_have_their_limits_together(worker: Worker) -> None:
+    access = AccessPolicy(rpm_limit=1)
+    worker.write(
+        tenant("web"),
+        key("web", "old", access=access),
+        key("web", "new", access=access, first_id="key-old"),
+        key("web", "other", access=access),
+    )
+    worker.feed.start_from_disk()
+    limited = {name: worker.of(name).limited[0] for name in ("old", "new", "other")}
+    assert limited["old"].key == limited["new"].key != limited["other"].key
+    assert limited["new"].name == "key-new", "what a refusal says"
+
+
 def test_a_key_ends_at_its_date_by_the_wall_clock(worker: Worker) -> None:
     worker.write(tenant("web"), key("web", "k", expires=1010.0))
     worker.feed.start_from_disk()
