@@ -16,7 +16,7 @@ from policy.types import EngineKind
 from policy.wire.adapter_catalog import Alias, CatalogSnapshot, CatalogVersion, served_name
 from policy.wire.headers import ADAPTER_HEADER
 
-View = tuple[frozenset[tuple[str, ...]], frozenset[str] | None, frozenset[str] | None]
+View = tuple[frozenset[tuple[str, ...]], frozenset[str] | None, tuple[frozenset[str], ...]]
 
 EMPTY = CatalogSnapshot(epoch=0.0, version=0)
 

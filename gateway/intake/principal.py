@@ -56,9 +56,10 @@ class Principal:
 
     ``key_id`` is public: that of a key of the database, ``declared-`` and 12 hex digits of its digest for one
     of the deployment file, empty without a key. ``access`` is what its tenant and its key may use, in this
-    order; it is empty where nothing is limited. ``models`` and ``adapters`` are the names that both allow
-    (``None``: all). ``max_tokens`` is the longest answer, ``expires`` Unix seconds. ``limited`` are those of
-    the two that have limits; a key's are counted as those of ``first_key_id``, which it replaced.
+    order; it is empty where nothing is limited. ``models`` are the names that both allow (``None``: all),
+    ``adapters`` the lists of those that name some, in which one adapter may be ``NAME`` or ``MODEL:NAME``.
+    ``max_tokens`` is the longest answer, ``expires`` Unix seconds. ``limited`` are those of the two that have
+    limits; a key's are counted as those of ``first_key_id``, which it replaced.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Principal:
         self.access = access
         self.expires = expires
         self.models = _common([each.models for each in access if each.models])
-        self.adapters = _common([each.adapters for each in access if each.adapters])
+        self.adapters = tuple([frozenset(each.adapters) for each in access if each.adapters])
         self.features = _common([each.features for each in access if each.features is not None])
         self.max_tokens = min(
             (each.max_tokens for each in access if each.max_tokens is not None), default=None
@@ -92,8 +93,11 @@ class Principal:
         """Whether the model, or the adapter on it, is among those that tenant and key allow."""
         if self.models is not None and model not in self.models:
             return False
-        allowed = self.adapters
-        return not adapter or allowed is None or adapter in allowed or f"{model}:{adapter}" in allowed
+        if adapter:
+            for allowed in self.adapters:
+                if adapter not in allowed and f"{model}:{adapter}" not in allowed:
+                    return False
+        return True
 
 
 def _is_limited(access: AccessPolicy) -> bool:

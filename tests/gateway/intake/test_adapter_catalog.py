@@ -13,6 +13,7 @@ import pytest
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.principal import Principal, WorkerTenant
 from policy.config.deployment import AdaptersConfig, Deployment, ModelSpec
+from policy.config.tenancy import AccessPolicy
 from policy.hashing import hash_name
 from policy.types import EngineKind
 from policy.wire.adapter_catalog import CatalogSnapshot
@@ -89,6 +90,31 @@ def test_a_hidden_adapter_does_not_hide_others_of_its_name() -> None:
     assert digest(made, "sql", WEB) == "alpha/a"
     assert digest(made, "sql", SHOP) == "org/beta/c"
     assert digest(made, f"sql@{OTHER[:12]}", SHOP) == "org/beta/c"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "key", "found"),
+    [
+        (["sql"], ["alpha:sql"], "alpha/a"),
+        (["alpha:sql", "x"], ["sql", "y"], "alpha/a"),
+        (["org/beta:sql"], ["sql"], "org/beta/c"),
+        (["sql"], ["org/beta:sql"], "org/beta/c"),
+        (["sql"], [], "alpha/a"),
+        ([], ["org/beta:sql"], "org/beta/c"),
+        (["alpha:sql"], ["org/beta:sql"], None),
+        (["sql"], ["x"], None),
+    ],
+)
+def test_an_adapter_that_tenant_and_key_allow_in_either_form_resolves(
+    tenant: list[str], key: list[str], found: str | None
+) -> None:
+    made = view(alias("sql", OTHER, model="org/beta"), alias("sql", OLD))
+    access = AccessPolicy(adapters=tuple(tenant)), AccessPolicy(adapters=tuple(key))
+    principal = Principal(WorkerTenant("web", b""), "key-1", access)
+    assert digest(made, "sql", principal) == found
+    assert [f"{each.alias.model}/{each.main.digest[0]}" for each in made.visible(principal)][:1] == (
+        [] if found is None else [found]
+    )
 
 
 def test_the_order_of_models_decides_between_equal_names() -> None:
