@@ -195,6 +195,20 @@ async def test_keys_of_a_tenant_that_left_the_file_belong_to_no_later_one(site: 
     )
 
 
+async def test_expired_keys_of_a_deleted_tenant_stay_refused_when_the_clock_is_set_back(
+    site: AccountingSite, clock: Clock
+) -> None:
+    await site.ask("POST", "/tenants", {"name": "web"})
+    made = await site.ask("POST", "/keys", {"tenant": "web", "duration": "90d"})
+    clock.now += 365 * 86_400
+    await site.ask("DELETE", "/tenants/web")
+    await site.ask("POST", "/tenants", {"name": "web"})
+    clock.now -= 365 * 86_400
+    assert (await site.ask("GET", f"/keys/{made['view']['id']}"))["state"] == "revoked"
+    actions = [each["action"] for each in await site.ask("GET", "/audit?action=key.")]
+    assert actions == ["key.revoke", "key.create"], "once"
+
+
 async def test_keys_of_a_tenant_that_left_the_file_can_be_deleted(site: AccountingSite) -> None:
     made = await site.ask("POST", "/keys", {"tenant": "declared"})
     site.declare(tenants=[])
