@@ -57,7 +57,7 @@ async def account(state: StateDir) -> None:
     access = AccessDatabase(database, declared, time.time)
     limits = SharedLimits(state.limits_path, ACCOUNTING)
     snapshot = AccessSnapshotWriter(access, state, limits.access_in_force)
-    access.on_change = snapshot.put_in_force
+    access.prepare = snapshot.prepare
     energy = EnergyShares(lambda: declared.get().controller, state.secret(), database.get)
     budgets = Budgets(access)
     writer = LedgerWriter(
