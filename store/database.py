@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ counters = Table(
 BUSY_S = 30
 # How long a transaction on PostgreSQL may wait for the next statement of its process.
 PAUSED_S = 5
+# After so long a server that does not answer its network is taken for gone: TCP alone takes a quarter of an
+# hour. Settings in the URL come first.
+SILENT_S = 5
+# How long PostgreSQL works on one statement that is no migration: callers wait no longer.
+STATEMENT_S = 30
 # The key of the advisory lock; arbitrary, to be unlikely on a shared PostgreSQL server.
 _LOCK = 0x7469646567617465
 
@@ -69,7 +75,7 @@ class Database:
     """One database, migrated when it is opened; safe for all threads."""
 
     def __init__(self, url: str, busy_s: float = BUSY_S) -> None:
-        """``busy_s`` bounds the wait for other processes' transactions on SQLite.
+        """``busy_s`` bounds the wait for other processes' transactions, and that for a connection.
 
         Raises :class:`policy.errors.PreconditionFailed` for an unusable database, and
         :class:`policy.errors.Unreachable` for one that does not answer.
@@ -95,8 +101,7 @@ class Database:
     def writing(self) -> Iterator[Connection]:
         """An exclusive write transaction among all processes; raises :class:`policy.errors.Unreachable`."""
         with self.updating() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            _exclude_others(connection)
             yield connection
 
     @contextmanager
@@ -118,7 +123,11 @@ class Database:
         config.set_main_option(
             "script_location", str(Path(__file__).parent / "migrations").replace("%", "%%")
         )
-        with _prepared(self._engine.url), self.writing() as connection:
+        with _prepared(self._engine.url), self.updating() as connection:
+            if connection.dialect.name == "postgresql":
+                # Another process may migrate, which takes its time.
+                connection.execute(text("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0"))
+            _exclude_others(connection)
             config.attributes["connection"] = connection
             try:
                 command.upgrade(config, "head")
@@ -139,11 +148,17 @@ def increment(connection: Connection, name: str) -> int:
     return counter(connection, name)
 
 
+def _exclude_others(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+
+
 def _engine(url: str, busy_s: float) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.drivername in ("postgres", "postgresql"):
             parsed = parsed.set(drivername="postgresql+psycopg")
+            parsed = parsed.set(query=_network_bounds(busy_s) | parsed.query)
         # Replaces connections that a server or firewall has closed.
         engine = create_engine(parsed, pool_pre_ping=True)
     except ModuleNotFoundError as error:
@@ -159,7 +174,7 @@ def _engine(url: str, busy_s: float) -> Engine:
         event.listen(engine, "connect", partial(_settle, busy_s))
         event.listen(engine, "begin", _begin)
     else:
-        event.listen(engine, "connect", _bound_pauses)
+        event.listen(engine, "connect", partial(_bound_waits, busy_s))
     return engine
 
 
@@ -174,10 +189,26 @@ def _settle(busy_s: float, connection: Any, _record: Any) -> None:
     cursor.close()
 
 
-def _bound_pauses(connection: Any, _record: Any) -> None:
+def _network_bounds(busy_s: float) -> dict[str, str]:
+    """What ends the wait for a server that falls silent: at connecting, with data sent, and without."""
+    return {
+        "connect_timeout": str(ceil(min(busy_s, SILENT_S))),
+        "tcp_user_timeout": str(SILENT_S * 1000),
+        "keepalives_idle": str(SILENT_S - 2),
+        "keepalives_interval": "1",
+        "keepalives_count": "2",
+    }
+
+
+def _bound_waits(busy_s: float, connection: Any, _record: Any) -> None:
     """Let the server end the transaction of a process that is paused within it: it may hold the lock."""
+    bounds = {
+        "idle_in_transaction_session_timeout": PAUSED_S,
+        "lock_timeout": busy_s,
+        "statement_timeout": STATEMENT_S,
+    }
     with connection.cursor() as cursor:
-        cursor.execute(f"SET idle_in_transaction_session_timeout = {PAUSED_S * 1000}")
+        cursor.execute("; ".join(f"SET {name} = {int(seconds * 1000)}" for name, seconds in bounds.items()))
     connection.commit()
 
 

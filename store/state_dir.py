@@ -56,6 +56,16 @@ def private_directory() -> Path:
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace the file ``path`` atomically."""
+    part = write_beside(path, data, mode)
+    try:
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_beside(path: Path, data: bytes, mode: int = 0o644) -> Path:
+    """Write a file that may replace ``path``, and return its name."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -63,10 +73,10 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    return part
 
 
 def read_secret(path: Path, least: int) -> bytes:

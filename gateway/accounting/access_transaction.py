@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection
 
@@ -14,6 +14,7 @@ from gateway.accounting.deployment_file_snapshot import DeploymentFileReader, De
 from policy.config.convert import require
 from policy.config.tenancy import AccessPolicy
 from policy.duration import DURATION, parse_duration
+from policy.errors import Unreachable
 from policy.wire.accounting_api import AuditActor, AuditEntry
 from store.database import increment
 from store.tenancy import audit, spending
@@ -38,10 +39,17 @@ class AccessTransaction:
         audit.record(self.connection, self.now, self._actor, action, target, before=before, after=after)
 
 
+class PreparedSnapshot(NamedTuple):
+    """The workers' file as a change leaves it, which needs no more room: put in force, or else discarded."""
+
+    put_in_force: Callable[[], object] = lambda: None
+    discard: Callable[[], object] = lambda: None
+
+
 class AccessDatabase:
     """Reads and changes of tenants and keys; each blocks, and raises :class:`policy.errors.TidegateError`.
 
-    ``on_change`` is called after each change; ``now`` gives Unix seconds.
+    ``prepare`` is called within the transaction of each change; ``now`` gives Unix seconds.
     """
 
     def __init__(
@@ -49,7 +57,7 @@ class AccessDatabase:
     ) -> None:
         self._database = database
         self._declared = declared
-        self.on_change: Callable[[], object] = lambda: None
+        self.prepare: Callable[[Connection], PreparedSnapshot] = lambda connection: PreparedSnapshot()
         self.now = now
 
     @property
@@ -73,14 +81,29 @@ class AccessDatabase:
 
     @contextmanager
     def changing(self, actor: AuditActor) -> Iterator[AccessTransaction]:
-        """A transaction that is in force on this host when it ends, and on the others soon after."""
-        with self._database.get().writing() as connection:
-            yield AccessTransaction(connection, self.now(), actor)
-            increment(connection, REVISION)
+        """A transaction that is in force on this host when it ends, and on the others soon after.
+
+        Without room for the workers' file nothing is changed. What is committed is never answered by an
+        error: a new key could not be shown again.
+        """
+        prepared = PreparedSnapshot()
         try:
-            self.on_change()
-        except OSError as error:  # a full disk: written at the next turn that can
-            log.warning("access_file: %s", error)
+            with self._database.get().writing() as connection:
+                yield AccessTransaction(connection, self.now(), actor)
+                increment(connection, REVISION)
+                prepared = self._prepared(connection)
+            try:
+                prepared.put_in_force()
+            except OSError as error:
+                log.warning("access_file: a change is not in force on this host yet: %s", error)
+        finally:
+            prepared.discard()
+
+    def _prepared(self, connection: Connection) -> PreparedSnapshot:
+        try:
+            return self.prepare(connection)
+        except OSError as error:
+            raise Unreachable(f"the workers' file of keys cannot be written: {error}") from error
 
 
 def access_of(given: AccessPolicy) -> AccessPolicy:

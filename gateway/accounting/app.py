@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import msgspec
@@ -101,13 +102,19 @@ def build_app(access: AccessDatabase, more: Sequence[BaseRoute] = ()) -> Starlet
     )
 
 
-def route(method: str, path: str, work: Callable[[Request, bytes], object]) -> Route:
-    """A route whose ``work``, in a thread, returns what is answered as JSON; refusals have their status."""
+def route(
+    method: str, path: str, work: Callable[[Request, bytes], object], thread: Executor | None = None
+) -> Route:
+    """A route whose ``work`` returns what is answered as JSON; refusals have their status.
+
+    It runs in ``thread``, or else in one of those that may all wait for the database.
+    """
 
     async def endpoint(request: Request) -> Response:
         body = await request.body()
         try:
-            answer, status = await asyncio.to_thread(work, request, body), 200
+            loop = asyncio.get_running_loop()
+            answer, status = await loop.run_in_executor(thread, work, request, body), 200
         except TidegateError as error:
             answer, status = {"error": problem_of(error)}, answer_of(type(error).__name__).admin_status
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -79,7 +79,7 @@ class AccountingClient:
         declared = DeploymentFileReader(self._state.ensure())
         database = DatabaseAccess(lambda: declared.get().database)
         access = AccessDatabase(database, declared, time.time)
-        access.on_change = AccessSnapshotWriter(access, self._state).update
+        access.prepare = AccessSnapshotWriter(access, self._state).prepare
         transport = httpx.ASGITransport(build_app(access))
         try:
             async with httpx.AsyncClient(transport=transport, base_url=_URL) as client:

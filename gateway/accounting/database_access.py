@@ -19,15 +19,23 @@ class DatabaseAccess:
         self._url = url
         self._opening = threading.Lock()
         self._database: Database | None = None
+        self._failures = 0
+        self._problem = ""
 
     def get(self) -> Database:
         """The database; raises :class:`policy.errors.Unreachable` while it cannot be opened."""
+        failures = self._failures
         with self._opening:
             if self._database is None:
+                if self._failures != failures:
+                    # Another thread has tried meanwhile: many that wait would each take as long in turn.
+                    raise Unreachable(self._problem)
                 try:
                     self._database = Database(self._url(), BUSY_S)
-                except PreconditionFailed as error:
-                    raise Unreachable(str(error)) from error
+                except (PreconditionFailed, Unreachable) as error:
+                    self._failures += 1
+                    self._problem = str(error)
+                    raise Unreachable(self._problem) from error
             return self._database
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,7 @@ async def account(state: StateDir) -> None:
     access = AccessDatabase(database, declared, time.time)
     limits = SharedLimits(state.limits_path, ACCOUNTING)
     snapshot = AccessSnapshotWriter(access, state, limits.access_in_force)
-    access.on_change = snapshot.put_in_force
+    access.prepare = snapshot.prepare
     energy = EnergyShares(lambda: declared.get().controller, state.secret(), database.get)
     budgets = Budgets(access)
     writer = LedgerWriter(
@@ -72,8 +73,10 @@ async def account(state: StateDir) -> None:
         writer.drain()
         spent.publish()
 
+    # A status is asked for when the database hangs, and needs none.
+    ledger = route("GET", LEDGER, lambda _request, _body: writer.status(), ThreadPoolExecutor(1, "status"))
     config = uvicorn.Config(
-        build_app(access, [route("GET", LEDGER, lambda _request, _body: writer.status())]),
+        build_app(access, [ledger]),
         http="httptools", ws="none", lifespan="off", server_header=False,
         access_log=False, log_level="warning", log_config=None, timeout_graceful_shutdown=5,
     )  # fmt: skip

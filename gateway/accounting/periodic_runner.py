@@ -1,10 +1,11 @@
-"""Blocking work of the accounting process, each repeated in a thread; failures are logged once."""
+"""Blocking work of the accounting process, each repeated in its own thread; failures are logged once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from policy.errors import TidegateError
 from store.event_loop.timer_coalescing import sleep_to_next
@@ -13,7 +14,7 @@ log = logging.getLogger("tidegate.accounting")
 
 
 class PeriodicTasks:
-    """Tasks by name, each in a thread.
+    """Tasks by name, each in a thread of its own: one that waits for the database holds up no other.
 
     A :class:`policy.errors.TidegateError` or ``OSError`` is logged, and the work goes on at the next turn.
     Any other error is a fault of ours: it is kept in ``failure``, and ``on_failure`` is called.
@@ -25,7 +26,7 @@ class PeriodicTasks:
         self.failure: BaseException | None = None
 
     def start(self, name: str, every_s: float, work: Callable[[], object]) -> None:
-        """Call ``work`` in a thread every ``every_s`` seconds, from now on."""
+        """Call ``work`` every ``every_s`` seconds, from now on."""
         task = self._tasks[name] = asyncio.create_task(self._repeat(name, every_s, work), name=name)
         task.add_done_callback(self._ended)
 
@@ -42,19 +43,21 @@ class PeriodicTasks:
 
     async def _repeat(self, name: str, every_s: float, work: Callable[[], object]) -> None:
         problem = ""
-        while True:
-            running = asyncio.ensure_future(asyncio.to_thread(work))
-            try:
-                await asyncio.shield(running)
-            except asyncio.CancelledError:
-                await asyncio.wait({running})
-                raise
-            except (TidegateError, OSError) as error:
-                if str(error) != problem:
-                    problem = str(error)
-                    log.warning("%s: %s", name, problem)
-            else:
-                if problem:
-                    log.info("%s works again", name)
-                problem = ""
-            await sleep_to_next(every_s)
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix=name) as thread:
+            while True:
+                running = loop.run_in_executor(thread, work)
+                try:
+                    await asyncio.shield(running)
+                except asyncio.CancelledError:
+                    await asyncio.wait({running})
+                    raise
+                except (TidegateError, OSError) as error:
+                    if str(error) != problem:
+                        problem = str(error)
+                        log.warning("%s: %s", name, problem)
+                else:
+                    if problem:
+                        log.info("%s works again", name)
+                    problem = ""
+                await sleep_to_next(every_s)

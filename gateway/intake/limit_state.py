@@ -7,6 +7,7 @@ from typing import Final
 from gateway.intake.principal import LimitSubject
 from gateway.intake.shared_limits import SharedLimits
 from policy.config.tenancy import AccessPolicy, LimitName
+from policy.tenancy.budget_period import BudgetPeriod, period_of
 from policy.tenancy.token_bucket import TokenBucket, level_of
 
 NANO: Final = 1_000_000_000
@@ -14,6 +15,7 @@ NANO: Final = 1_000_000_000
 PARALLEL_WAIT_S: Final = 1.0
 # A level that is older is brought up to date before a refund, of which a full bucket takes nothing.
 FRESH_S: Final = 0.5
+_NEVER: Final = BudgetPeriod(0.0, 0.0)
 
 
 class LimitReservation:
@@ -46,6 +48,7 @@ class LimitState:
         self.tokens: TokenBucket | None = None
         self.parallel = 0
         self.budget = -1
+        self._period = _NEVER
         self.dry_run: tuple[LimitName, ...] = ()
         self.shows_requests = self.shows_tokens = False
         self.access: AccessPolicy | None = None
@@ -61,8 +64,16 @@ class LimitState:
         self.tokens = _bucket(self.tokens, access.tpm_limit, share, slot.seen_tokens_full_at, now)
         self.parallel = access.max_parallel_requests or 0
         self.budget = -1 if access.max_budget is None else round(access.max_budget * NANO)
+        self._period = _NEVER
         self.shows_requests = self.requests is not None and LimitName.REQUESTS not in access.dry_run
         self.shows_tokens = self.tokens is not None and LimitName.TOKENS not in access.dry_run
+
+    def period(self, wall: float) -> BudgetPeriod:
+        """The period of the budget that holds the instant ``wall`` (Unix seconds)."""
+        period = self._period
+        if not period.begin <= wall < period.end:
+            period = self._period = period_of(self.subject.access.budget_duration, wall)
+        return period
 
     def reserve(self, tokens: int, nano: int, now: float) -> LimitReservation:
         """Reserve for a request that may use ``tokens`` tokens and ``nano`` nano-units of money."""
@@ -103,9 +114,20 @@ class LimitState:
         self._shared.write(slot)
 
     def settle(
-        self, held: LimitReservation, nano: int, *, tokens: int, spent: int, began: bool, now: float
+        self,
+        held: LimitReservation,
+        nano: int,
+        *,
+        tokens: int,
+        spent: int,
+        began: bool,
+        now: float,
+        wall: float,
     ) -> None:
-        """The request has ended: it used ``tokens`` and ``spent`` money, on a replica if it ``began``."""
+        """The request has ended: it used ``tokens`` and ``spent`` money, on a replica if it ``began``.
+
+        ``wall`` is now in Unix seconds.
+        """
         slot = self.slot
         if self._looked_at + FRESH_S < now:
             self.look(now)
@@ -119,6 +141,10 @@ class LimitState:
         bucket = self.requests
         if bucket is not None and held.requests and not began:
             slot.requests_back += round(bucket.refundable(1.0, now))
+        if self.budget >= 0:
+            begin = int(self.period(wall).begin)
+            if begin != slot.period_begin:
+                slot.period_begin, slot.spent_before = begin, slot.spent
         slot.spent += spent
         slot.open -= nano
         slot.running -= 1

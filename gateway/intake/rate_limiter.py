@@ -40,8 +40,9 @@ DESCRIBED_A_TURN: Final = 64
 class RequestReservation:
     """What a request has reserved. ``headers`` show the tighter of the limits of its key and its tenant."""
 
-    def __init__(self, clock: Callable[[], float], nano: int) -> None:
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float], nano: int) -> None:
         self._clock = clock
+        self._wall = wall
         self._nano = nano
         self._settled = False
         self.held: list[LimitReservation] = []
@@ -54,9 +55,11 @@ class RequestReservation:
         """
         if not self._settled:
             self._settled = True
-            now = self._clock()
+            now, wall = self._clock(), self._wall()
             for held in self.held:
-                held.state.settle(held, self._nano, tokens=tokens, spent=nano, began=began, now=now)
+                held.state.settle(
+                    held, self._nano, tokens=tokens, spent=nano, began=began, now=now, wall=wall
+                )
 
 
 class RateLimiter:
@@ -72,8 +75,6 @@ class RateLimiter:
         self._clock = clock
         self._wall = wall
         self._states: dict[int, LimitState] = {}
-        # What this host had spent when a period began of which the ledger said nothing yet, with its end.
-        self._spent_before: dict[int, tuple[float, int]] = {}
         self._due: list[LimitState] = []
 
     def admit(self, principal: Principal, tokens: int, nano: int) -> RequestReservation:
@@ -82,7 +83,7 @@ class RateLimiter:
         Raises :class:`gateway.protocol.errors.Refused` with the limit that it is over.
         """
         now = self._clock()
-        reservation = RequestReservation(self._clock, nano)
+        reservation = RequestReservation(self._clock, self._wall, nano)
         holds = reservation.held
         for subject in principal.limited:
             holds.append(self._state(subject, now).reserve(tokens, nano, now))
@@ -208,20 +209,15 @@ class RateLimiter:
 
     def _spent(self, state: LimitState) -> tuple[int, float]:
         """What was spent in this period, and how many seconds it lasts."""
-        spent, wall, end = state.slot.all_spent, self._wall(), -1.0
+        wall = self._wall()
         known = self._shared.spent_elsewhere(state.slot)
         if known is not None:
             nano, end = known
             if wall < end:
-                return spent + nano, end - wall
-        if end < 0.0:  # The ledger was never read: all that this host spent counts, in each of its workers.
-            return spent, inf
-        # After the end of the period that the ledger knows: what was spent here since.
-        key = state.subject.key
-        before = self._spent_before.get(key)
-        if before is None or before[0] != end:
-            before = self._spent_before[key] = end, spent
-        return spent - before[1], inf
+                return state.slot.all_spent + nano, end - wall
+        # The ledger has not said anything of this period yet.
+        begin, end = state.period(wall)
+        return self._shared.spent_since(state.slot, int(begin)), end - wall
 
     def _headers(self, holds: list[LimitReservation], withdrawn: bool) -> Headers:
         """The headers of the tightest enforced limit of each kind."""

@@ -20,8 +20,8 @@ from policy.hashing import hash_name
 from store.os_process import boot_key
 
 # The words of a slot: its key, then the counts of :class:`LimitSlot` in their order.
-_WORDS: Final = struct.Struct("12q")
-_COUNTS: Final = struct.Struct("11q")
+_WORDS: Final = struct.Struct("14q")
+_COUNTS: Final = struct.Struct("13q")
 _RUNNING: Final = 5
 _SPENT: Final = 6
 _OPEN: Final = 7
@@ -29,6 +29,8 @@ _ASKED: Final = 8
 _ASKED_AT: Final = 9
 _REQUESTS_FULL_AT: Final = 10
 _TOKENS_FULL_AT: Final = 11
+_SPENT_BEFORE: Final = 12
+_PERIOD_BEGIN: Final = 13
 # In the accounting process's row: the lease, and what the host's counts of spent money lack of that of the
 # period, whose end follows in Unix seconds.
 _LEASE: Final = 1
@@ -39,7 +41,7 @@ _ACCESS = OWN
 # In that of the accounting process: how many hosts there are, and until when the database is known to answer.
 _HOSTS, _ANSWERS_UNTIL = OWN, OWN + 1
 
-_SLOTS = TableLayout(at=0, slots=16_384, counts=11)
+_SLOTS = TableLayout(at=0, slots=16_384, counts=13)
 ACCOUNTING = ROWS
 # A lease in one word: parts per million of the limit, whether they begin with a full bucket, and the
 # millisecond until which they hold.
@@ -65,8 +67,9 @@ class LimitSlot:
 
     Its own counts: requests and tokens reserved and refunded, since ever; requests that run; nano-units of
     money that were spent, and that running requests may yet spend; how often it was asked for, when last, and
-    when its buckets are full again, in nanoseconds of the monotonic clock. ``places`` are those of other
-    rows. The growth (``d_``) and the other sums are those of all rows at the last :meth:`SharedLimits.look`.
+    when its buckets are full again, in nanoseconds of the monotonic clock; of the budget's period in which it
+    spent last, what was spent before it and its begin in Unix seconds. ``places`` are those of other rows.
+    The growth (``d_``) and the other sums are those of all rows at the last :meth:`SharedLimits.look`.
     """
 
     def __init__(self, key: int) -> None:
@@ -75,6 +78,7 @@ class LimitSlot:
         self.requests = self.requests_back = self.tokens = self.tokens_back = 0
         self.running = self.spent = self.open = self.asked = self.asked_at = 0
         self.requests_full_at = self.tokens_full_at = 0
+        self.spent_before = self.period_begin = 0
         self.accounting = -1
         self.places: list[PeerLimitSlot] = []
         self.version = -1
@@ -121,7 +125,7 @@ class SharedLimits:
     def __init__(self, path: Path, row: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # Instants of another start of the machine mean nothing in this one.
-        layout = 1 << 56 | boot_key() >> 8
+        layout = 2 << 56 | boot_key() >> 8
         rows = MappedRows(path, row, clock, layout=layout, size=_SLOTS.words, rows=ROWS + 1)
         self._rows = rows
         self.counts = rows.counts
@@ -158,6 +162,7 @@ class SharedLimits:
             (
                 slot.requests, slot.requests_back, slot.tokens, slot.tokens_back, slot.running, slot.spent,
                 slot.open, slot.asked, slot.asked_at, slot.requests_full_at, slot.tokens_full_at,
+                slot.spent_before, slot.period_begin,
             ) = _COUNTS.unpack_from(self._map, slot.at * 8 + 8)  # fmt: skip
         self._find(slot)
         self.look(slot)
@@ -172,6 +177,7 @@ class SharedLimits:
                 self._map, slot.at * 8 + 8,
                 slot.requests, slot.requests_back, slot.tokens, slot.tokens_back, slot.running, slot.spent,
                 slot.open, slot.asked, slot.asked_at, slot.requests_full_at, slot.tokens_full_at,
+                slot.spent_before, slot.period_begin,
             )  # fmt: skip
 
     def write_levels(self, slot: LimitSlot) -> None:
@@ -221,6 +227,16 @@ class SharedLimits:
             return None
         end = self.counts[at + _PERIOD_END]
         return self.counts[at + _SPENT_ELSEWHERE], inf if end < 0 else float(end)
+
+    def spent_since(self, slot: LimitSlot, period_begin: int) -> int:
+        """What this host's workers spent in the period that began then, also those that have ended."""
+        spent = slot.spent - slot.spent_before if slot.period_begin == period_begin else 0
+        counts = self.counts
+        for place in slot.places:
+            at = place.at
+            if self._words[at] == slot.key and counts[at + _PERIOD_BEGIN] == period_begin:
+                spent += counts[at + _SPENT] - counts[at + _SPENT_BEFORE]
+        return spent
 
     def publish_access(self, revision: int) -> None:
         """Report that the tenants and keys of ``revision`` are in force in this worker."""
@@ -364,7 +380,7 @@ class SharedLimits:
         """Add what a place has grown by; one that another key has taken counts nothing."""
         (
             key, requests, requests_back, tokens, tokens_back, running, spent, open_, _, _,
-            requests_full_at, tokens_full_at,
+            requests_full_at, tokens_full_at, _, _,
         ) = _WORDS.unpack_from(self._map, place.at * 8)  # fmt: skip
         if key & _MASK != slot.key:
             return

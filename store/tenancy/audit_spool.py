@@ -5,6 +5,7 @@ An entry is durable when :func:`append` returns. After a crash between the two i
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,9 +22,16 @@ def append(state: StateDir, entry: AuditEntry) -> None:
     """Add one entry; raises ``OSError``. It blocks for a write to the disk."""
     path = state.ensure().audit_spool_path
     with locked(_lock(path)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(descriptor, msgspec.json.encode(entry) + b"\n")
+            size = os.fstat(descriptor).st_size
+            line = msgspec.json.encode(entry) + b"\n"
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # Otherwise it would continue a line that a crash has cut.
+                line = b"\n" + line
+            if os.write(descriptor, line) < len(line):
+                os.ftruncate(descriptor, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

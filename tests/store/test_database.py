@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 import subprocess
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, event, text
 
 import store.migrations
 from policy.errors import PreconditionFailed, Unreachable
@@ -162,3 +165,57 @@ def test_the_error_of_an_unreachable_server_hides_its_password() -> None:
     with pytest.raises(Unreachable, match="the database does not answer") as caught:
         Database("postgresql://user:KEY-1@127.0.0.1:1/d")
     assert "KEY-1" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_server_that_accepts_and_never_answers_is_unreachable() -> None:
+    pytest.importorskip("psycopg")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(Unreachable, match="the database does not answer"):
+            Database(f"postgresql://user@127.0.0.1:{port}/d?gssencmode=disable", busy_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("", ("5", "5000", "3")), ("?connect_timeout=60&keepalives_idle=9", ("60", "5000", "9"))],
+)
+def test_connections_to_a_server_that_is_gone_are_given_up(given: str, expected: tuple[str, ...]) -> None:
+    pytest.importorskip("psycopg")
+    names = ("connect_timeout", "tcp_user_timeout", "keepalives_idle")
+    asked = list[tuple[str, ...]]()
+
+    def refuse(_dialect: Any, _record: Any, _arguments: Any, parameters: dict[str, str]) -> None:
+        asked.append(tuple(parameters[name] for name in names))
+        raise ConnectionRefusedError
+
+    event.listen(Engine, "do_connect", refuse)
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            Database(f"postgresql://user@127.0.0.1:1/d{given}")
+    finally:
+        event.remove(Engine, "do_connect", refuse)
+    assert asked == [expected]
+
+
+@pytest.mark.process
+def test_postgresql_bounds_the_wait_for_other_transactions_but_not_for_migrations(
+    postgresql_url: str,
+) -> None:
+    first, second = (Database(postgresql_url, busy_s) for busy_s in (30.0, 0.05))
+    with first.writing(), pytest.raises(Unreachable, match="lock timeout"), second.writing():
+        pass
+    with second.writing() as connection:
+        assert connection.execute(text("SHOW statement_timeout")).scalar() == "30s"
+    with ThreadPoolExecutor(1) as thread:
+        with first.writing():
+            opening = thread.submit(Database, postgresql_url, 0.05)
+            with first.reading() as connection:
+                waiting = text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+                while not opening.done() and not connection.execute(waiting).scalar():
+                    pass
+                connection.execute(text("SELECT pg_sleep(0.2)"))
+        opening.result().close()
+    first.close()
+    second.close()

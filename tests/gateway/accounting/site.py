@@ -36,7 +36,7 @@ class AccountingSite:
         self.database = DatabaseAccess(lambda: declared.get().database)
         self.access = AccessDatabase(self.database, declared, clock)
         self.snapshot = AccessSnapshotWriter(self.access, self.state)
-        self.access.on_change = self.snapshot.update
+        self.access.prepare = self.snapshot.prepare
         self._http = httpx.AsyncClient(
             transport=httpx.ASGITransport(build_app(self.access)),
             base_url="http://accounting",

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from gateway.accounting import database_access
 from gateway.accounting.access_snapshot_writer import AccessSnapshotWriter
+from gateway.accounting.access_transaction import PreparedSnapshot
 from gateway.accounting.budgets import Budgets
 from policy.errors import Unreachable
 from policy.wire.access_snapshot import AdminKeyRow, KeyRow, SnapshotHead, TenantRow
@@ -321,3 +322,52 @@ async def test_a_locked_database_refuses_changes_clearly(
 
 def test_ids_are_public_and_do_not_repeat() -> None:
     assert len({key_rows.new_id("key") for _ in range(1000)}) == 1000
+
+
+async def test_without_room_for_the_file_of_the_workers_nothing_is_changed(site: AccountingSite) -> None:
+    made = await web(site)
+    away = site.state.root.rename(site.state.root.with_name("away"))
+    path = f"/keys/{made['view']['id']}"
+    for method, at, body in (
+        ("DELETE", path, None),
+        ("POST", "/keys", {"tenant": "web"}),
+        ("PATCH", "/tenants/web", {"blocked": True}),
+    ):
+        refused = await site.ask(method, at, body, status=503)
+        assert "the workers' file of keys cannot be written" in refused["error"]["message"]
+    away.rename(site.state.root)
+    assert [each["state"] for each in await site.ask("GET", "/keys?tenant=web&all=true")] == ["valid"]
+    assert [each["action"] for each in await site.ask("GET", "/audit")] == ["key.create", "tenant.create"]
+    await site.ask("DELETE", path)
+    assert [type(row) for row in site.file()] == [SnapshotHead, TenantRow]
+
+
+async def test_a_committed_change_is_answered_as_one(
+    site: AccountingSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    await web(site)
+    site.state.access_path.unlink()
+    site.state.access_path.mkdir()
+    made = await site.ask("POST", "/keys", {"tenant": "web"})
+    assert made["key"] and "not in force on this host yet" in caplog.text
+    site.state.access_path.rmdir()
+    site.snapshot.update()
+    assert [type(row) for row in site.file()] == [SnapshotHead, TenantRow, KeyRow, KeyRow]
+    assert not [path for path in site.state.root.iterdir() if path.name.startswith(".access")]
+
+
+async def test_the_file_of_an_earlier_change_replaces_no_later_one(site: AccountingSite) -> None:
+    slow: list[PreparedSnapshot] = []
+    prepare = site.access.prepare
+
+    def pause(connection: Connection) -> PreparedSnapshot:
+        slow.append(prepare(connection))
+        return PreparedSnapshot()
+
+    site.access.prepare = pause
+    await site.ask("POST", "/tenants", {"name": "web"})
+    site.access.prepare = prepare
+    await site.ask("POST", "/keys", {"tenant": "web"})
+    slow[0].put_in_force()
+    slow[0].discard()
+    assert [type(row) for row in site.file()] == [SnapshotHead, TenantRow, KeyRow]

@@ -20,6 +20,7 @@ from gateway.intake.rate_limiter import DESCRIBED_A_TURN, RateLimiter, RequestRe
 from gateway.intake.shared_limits import ACCOUNTING, SharedLimits, subject_key
 from gateway.protocol.errors import Refused
 from policy.config.tenancy import AccessPolicy, LimitName
+from policy.tenancy.budget_period import period_of
 from tests.clock import Clock
 
 NANO = 1_000_000_000
@@ -37,6 +38,11 @@ class Host:
 
     def start(self, row: int) -> RateLimiter:
         return RateLimiter(self._open(row), self.clock, self.wall)
+
+    def restart(self, row: int) -> RateLimiter:
+        """Another worker in the place of one that ends."""
+        self._opened.pop(row).close()
+        return self.start(row)
 
     def accounting(self) -> SharedLimits:
         return self._open(ACCOUNTING)
@@ -264,10 +270,11 @@ def test_another_limit_holds_for_what_was_used_before(host: Host) -> None:
 def test_a_budget_is_what_the_ledger_knows_and_what_was_spent_since(host: Host) -> None:
     accounting, who = host.accounting(), principal(AccessPolicy(max_budget=1.0, budget_duration="1d"))
     first, second = host.workers
-    spent = NANO // 10
+    spent, end = NANO // 10, period_of("1d", host.wall.now).end
+    host.wall.now = end - 100
     first.admit(who, 1, spent).settle(1, spent, began=True)
     before = accounting.spent_by_host(KEY)
-    accounting.publish_spent(KEY, 7 * spent, before, host.wall.now + 100)
+    accounting.publish_spent(KEY, 7 * spent, before, end)
     second.admit(who, 1, spent).settle(1, spent, began=True)
     assert first.describe(who.limited[0])[LimitName.BUDGET]["spent"] == pytest.approx(0.8)
     assert admitted(second, who, 1, 3 * spent)  # the one that crosses it is served
@@ -277,6 +284,33 @@ def test_a_budget_is_what_the_ledger_knows_and_what_was_spent_since(host: Host) 
     host.wall.now += 101
     assert admitted(second, who, 1, 0)
     assert first.describe(who.limited[0])[LimitName.BUDGET]["spent"] == 0.0
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_while_the_ledger_is_away_the_workers_share_one_budget_in_each_period(
+    host: Host, known: bool
+) -> None:
+    who = principal(AccessPolicy(max_budget=1.0, budget_duration="1h"))
+    spent, end = NANO // 10, period_of("1h", host.wall.now).end
+    if known:
+        host.accounting().publish_spent(KEY, 0, 0, end)
+
+    def served(worker: RateLimiter) -> int:
+        count = 0
+        while reservation := admitted(worker, who, 1, spent):
+            reservation.settle(1, spent, began=True)
+            count += 1
+        return count
+
+    assert served(host.workers[1]) == 10
+    host.wall.now = end
+    assert (served(host.workers[0]), served(host.workers[1])) == (10, 0)
+    host.workers[0] = host.restart(0)
+    assert (served(host.workers[0]), served(host.workers[1])) == (0, 0)
+    with pytest.raises(Refused, match="Try again in 1h0m0s"):
+        host.workers[0].admit(who, 1, 0)
+    host.wall.now = end + 3600
+    assert (served(host.workers[1]), served(host.workers[0])) == (10, 0)
 
 
 def test_a_host_has_its_share_of_a_limit_and_without_one_admits_a_request(host: Host) -> None:
