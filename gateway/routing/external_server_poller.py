@@ -42,6 +42,8 @@ MAX_LISTING = 1024 * 1024
 METRICS_EVERY_S = 10.0
 _RUNNING, _WAITING = "num_requests_running", "num_requests_waiting"
 _QUEUE = VllmMetrics(_RUNNING, _WAITING)
+# httpx does not take every host of a URL: not an IPv4 address with 256, nor each name with an "xn--" label.
+_UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError)
 
 
 class PollTimes(NamedTuple):
@@ -168,7 +170,7 @@ class ExternalPoller:
                 key, _ = read_key(server.key_file, server.key_env)
                 _, body = await self._get(server, "/metrics", key, _changed_ns(server.ca_file))
                 queue = _queue_of(body)
-            except (httpx.HTTPError, OSError, _NotServed):
+            except (*_UNREACHABLE, _NotServed):
                 pass
             if queue is None:
                 self._metrics_due[server.base] = self._clock() + METRICS_EVERY_S
@@ -206,7 +208,7 @@ class ExternalPoller:
         if not problem:
             try:
                 listed = await self._models_of(server, key, changed_ns)
-            except (httpx.HTTPError, OSError) as error:
+            except _UNREACHABLE as error:
                 # A lack of resources on this machine is no failure of the server, and a single late answer
                 # may be load: vLLM lists its models in the process that also writes all streams.
                 late = isinstance(error, httpx.TimeoutException)
@@ -231,7 +233,7 @@ class ExternalPoller:
         return answer
 
     async def _models_of(self, server: ExternalServer, key: bytes, changed_ns: int) -> list[_Listed]:
-        """What the server lists; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
+        """What the server lists; raises :data:`_UNREACHABLE` or :class:`_NotServed`."""
         status, body = await self._get(server, "/v1/models", key, changed_ns)
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             named = server.key_file or server.key_env
@@ -245,7 +247,7 @@ class ExternalPoller:
             raise _NotServed("its answer to GET /v1/models is not a list of models") from None
 
     async def _get(self, server: ExternalServer, path: str, key: bytes, changed_ns: int) -> tuple[int, bytes]:
-        """Status and body of an answer; raises ``OSError``, ``httpx.HTTPError`` or :class:`_NotServed`."""
+        """Status and body of an answer; raises :data:`_UNREACHABLE` or :class:`_NotServed`."""
         headers = {"authorization": f"Bearer {key.decode()}"} if key else {}
         url, client = server.base + path, await self._client(server.ca_file, changed_ns)
         async with client.stream("GET", url, headers={**headers, "accept-encoding": "identity"}) as answer:

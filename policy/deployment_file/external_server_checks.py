@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from policy.config.control import KubernetesLease
@@ -19,6 +20,7 @@ from policy.config.external_servers import (
 
 _VISIBLE = re.compile(r"[!-~]+")
 _HOST_PORT = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_DOTTED_NUMBERS = re.compile(r"[0-9]+(\.[0-9]+){3}")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 # The kinds of Kubernetes workloads with a subresource `scale` whose pods can be replicas.
 WORKLOADS = ("deployment", "statefulset", "leaderworkerset")
@@ -89,7 +91,18 @@ def check_url(path: str, url: str, expected: str) -> None:
     good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
     plain = not parts.query and not parts.fragment and "@" not in parts.netloc
     shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
-    require(good and plain, path, shown, expected)
+    require(good and plain and _is_host(str(parts.hostname)), path, shown, expected)
+
+
+def _is_host(name: str) -> bool:
+    """Whether ``name`` is no IPv4 address with a mistake, such as 10.0.0.256 or 192.168.010.5."""
+    if not _DOTTED_NUMBERS.fullmatch(name):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def check_key(path: str, server: ServerSettings | FallbackProviderConfig) -> None:

@@ -16,10 +16,11 @@ from gateway.routing.external_server_options import ServerAccess
 from gateway.routing.external_server_poller import MAX_LISTING, ExternalPoller, PollTimes
 from gateway.routing.fleet import FleetView
 from gateway.telemetry.structured_log import StructuredLog
+from policy.config.deployment import Deployment, ModelSpec
 from policy.deployment_file.parse import parse
 from policy.routing.concurrency_limit import ServerQueue
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import Replica, ReplicaPhase
+from policy.types import EngineKind, Replica, ReplicaPhase
 from tests.gateway.certificate import certify
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.fake_upstream import FakeUpstream
@@ -83,7 +84,12 @@ AT_ONCE = PollTimes(probe_every_s=0.0)
 
 async def probe(view: View, server: str | dict[str, Any], times: PollTimes = AT_ONCE, **more: Any) -> None:
     """Probe the only server of the model "alpha", with ``more`` keys, as often as ``view`` wants."""
-    document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]} | more]})
+    await probe_models(
+        view, parse({"models": [{"name": "alpha", "engine": "external", "urls": [server]} | more]}), times
+    )
+
+
+async def probe_models(view: View, document: Deployment, times: PollTimes = AT_ONCE) -> None:
     task = asyncio.create_task(
         ExternalPoller(cast("FleetView", view), lambda: document, StructuredLog(0), times).run()
     )
@@ -156,6 +162,23 @@ async def test_a_failed_probe_is_repeated() -> None:
     await server.stop()
     stopped, ready = ReplicaPhase.STOPPED, ReplicaPhase.READY
     assert [replica.state for replica, _, _ in view.turns] == [stopped] * 3 + [ready] * 3
+
+
+async def test_a_host_that_httpx_does_not_take_is_not_served() -> None:
+    """It ended the worker, and each that took its place."""
+    view, busy = View(), Busy()
+    await probe(view, "http://xn--a:1")
+    assert view.turns[0][0].state is ReplicaPhase.STOPPED
+    assert "not allowed" in view.turns[0][0].reason
+    await probe(busy, "http://xn--a:1", AT_ONCE._replace(read_every_s=0.0))
+    assert busy.queues == [None]
+    # Checks of the deployment file refuse such an address, but nobody checks those of found servers.
+    found = Deployment(
+        models=(ModelSpec("alpha", engine=EngineKind.EXTERNAL, urls=("http://10.0.0.256:1",)),)
+    )
+    view = View()
+    await probe_models(view, found)
+    assert view.turns[0][0].reason == "Invalid IPv4 address: '10.0.0.256'"
 
 
 @pytest.mark.slow

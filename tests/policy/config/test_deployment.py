@@ -124,6 +124,8 @@ REFUSED_EXTERNAL: Rows = [
     ("models[0].urls", ["ftp://h:1"], "http(s)://HOST:PORT", "[0]"),
     ("models[0].urls", ["http://h:1", "http://h:2/v2"], "http(s)://HOST:PORT", "[1]"),
     ("models[0].urls", ["http://h:1", {"url": "http://h:x"}], "http(s)://HOST:PORT", "[1].url"),
+    *(("models[0].urls", [f"http://{host}:1"], "http(s)://HOST:PORT", "[0]") for host in ("10.0.0.256",
+     "192.168.010.5")),
     ("models[0].urls", ["http://h:1", {"url": "http://h:1/v1"}], "models[0].urls[0]", "[1].url"),
     ("models[0].urls", [{"model": "m"}], "required", "[0].url"),
     ("models[0].urls", [{"url": "http://h:1", "key": 1}], "model, key_file", "[0].key"),
