@@ -48,7 +48,9 @@ class Admission:
     def ticket(self, served: ServedModel, request: Request) -> QueueTicket:
         queue = self._queues.get(served.name)
         if queue is None or queue.served is not served:
-            queue = self._queues[served.name] = self._queue(served)
+            queue = self._queue(served)
+            if not served.removed:  # what waits for the model of its name that took its place stays reachable
+                self._queues[served.name] = queue
         if served.asleep and served.name not in self.sleeping:
             self.sleeping.add(served.name)
             self.woken.set()
@@ -111,7 +113,7 @@ class Admission:
             queue.replica_changed()
 
     def dismiss(self, model: str) -> None:
-        """No replica of ``model`` is up and none is starting: reject all that wait."""
+        """No replica of ``model`` is up and none is starting, or it was removed: reject all that wait."""
         if (queue := self._queues.get(model)) is not None:
             queue.dismiss()
 

@@ -140,7 +140,7 @@ class ModelQueue:
             self._offer_soon()
 
     def dismiss(self) -> None:
-        """No replica is up and none is starting: reject all that wait, over several turns of the loop."""
+        """No replica is up or to come: reject all that wait, over several turns of the event loop."""
         if not self.dispatcher.dismiss(self.clock()) and self._dismissing is None:
             self._dismissing = self.loop.call_soon(self._dismiss_rest)
         self._publish()

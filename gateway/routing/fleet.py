@@ -40,7 +40,8 @@ class ServedModel:
     """A model as this worker serves it: its settings and its replicas.
 
     ``coming``: replicas start, or it has none by intent; ``down``: none serves; ``asleep``: none serves or
-    starts. ``start_s``: the slowest measured start. ``load_failures``: the code of an adapter's load failure.
+    starts; ``removed``: one that is added under its name is another. ``start_s``: the slowest measured start.
+    ``load_failures``: the code of an adapter's load failure.
     Since ``closing_since`` replicas of other layers than the desired one (``layer``: shape and generation)
     take what ends before they drain at ``closes_at``, both in loop time. ``gives_way``: some have
     drained for others that are still to come. ``leaving`` left the fleet with requests in flight.
@@ -55,7 +56,7 @@ class ServedModel:
         self.max_model_len: int | None = None
         self.handles, self.leaving = list[ReplicaHandle](), list[ReplicaHandle]()
         self.coming = True
-        self.down = self.asleep = self.gives_way = False
+        self.down = self.asleep = self.gives_way = self.removed = False
         self.start_s: float | None = None
         self.snapshot_at = 0.0
         self.load_failures: dict[str, str] = {}
@@ -73,7 +74,7 @@ class ServedModel:
         False for a model that is scaled to zero, and for one that was not checked yet.
         """
         if not self.handles or any(handle.answering for handle in self.handles):
-            return False
+            return self.removed
         if self.engine is EngineKind.EXTERNAL:
             return True
         if self.coming or at > self.snapshot_at + SNAPSHOT_STALE_S:
@@ -118,10 +119,8 @@ class FleetView:
         *,
         caches: ServerCaches | None = None,
     ) -> None:
-        self._events = events
-        self._caches = caches
-        self._secret = secret
-        self._shared = shared
+        self._events, self._caches = events, caches
+        self._secret, self._shared = secret, shared
         self._draw = draw
         self._eject, self._retry = OutlierEjection(), RetryBudget()
         self._metrics = metrics
@@ -178,9 +177,7 @@ class FleetView:
         """
         if fleet.epoch != self.fleet.epoch:
             self._epoch_began = at
-        self.source = source
-        self.seen_at = at
-        self.fleet = fleet
+        self.source, self.seen_at, self.fleet = source, at, fleet
         for model in fleet.models:
             served = self._of(model.name)
             served.created, served.layer = model.created, (model.shape, model.generation)
@@ -298,8 +295,11 @@ class FleetView:
     def _drop_unknown(self) -> None:
         known = self._documented | {model.name for model in self.fleet.models}
         for name in [name for name in self._served if name not in known]:
-            self._set_replicas(self._served.pop(name), [], 0.0)
+            served = self._served.pop(name)
+            served.removed = True
+            self._set_replicas(served, [], 0.0)
             self._metrics.model(name).leave()
+            self.unavailable(served)
 
     def _set_replicas(self, served: ServedModel, replicas: list[Replica], at: float) -> None:
         handles = {handle.id: handle for handle in served.handles}

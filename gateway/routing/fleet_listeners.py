@@ -16,7 +16,8 @@ def _ignore(*_: object) -> None:
 class FleetListeners(NamedTuple):
     """Events of replicas and their listeners, whose first argument is the model's name.
 
-    ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
+    ``changed``: a replica may take more requests. ``unavailable``: no replica is up and none is starting, or
+    the model was removed.
     ``prefixes``: this line of the load stream of the replica with this key has news of prefixes.
     ``cached``: the events of the external server with this key say what its cache holds.
     ``forgotten``: its cache is empty, or not known any more. ``adapters``: those that it has loaded, and
