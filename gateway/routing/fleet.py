@@ -216,10 +216,10 @@ class FleetView:
                 by_model.setdefault(replica.model, []).append(replica)
         settling = at < self._epoch_began + SETTLE_S
         for served in self._served.values():
+            served.snapshot_at = at if source == "controller" else 0.0
             if served.engine is EngineKind.EXTERNAL:
                 continue
             replicas = by_model.get(served.name, [])
-            served.snapshot_at = at if source == "controller" else 0.0
             if settling:
                 listed = {replica.id for replica in replicas}
                 replicas += [

@@ -1,4 +1,4 @@
-"""Eject replicas that make no progress, and probe those that are out of rotation.
+"""Eject replicas that make no progress, probe those out of rotation, and reopen those of a lost controller.
 
 A replica of ours is probed with a canary, a request of one token. An external server is probed with one
 client request, which may be retried, once it lists its models again.
@@ -7,6 +7,7 @@ client request, which may be retried, once it lists its models again.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import httpx
 
 from gateway.http.http1_client import is_local_fault
 from gateway.http.internal_client import internal_client
-from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.fleet import SNAPSHOT_STALE_S, FleetView, ServedModel
 from gateway.routing.replica_handle import STALE_S, ReplicaHandle
 from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
@@ -79,6 +80,7 @@ class ReplicaProber:
         for served in self.fleet.models:
             self._eject_stuck(served, at, timeout_s)
             self._move_from_leaving(served, at, timeout_s)
+            self._reopen(served, at)
             meter = self.metrics.model(served.name)
             for handle in served.handles:
                 if stalls := new_stalls(handle):
@@ -118,6 +120,15 @@ class ReplicaProber:
                 stuck_s = handle.stuck_s(at)
                 self._silent.extend((relay, stuck_s) for relay in handle.relays if not relay.committed)
         if ejected:
+            self.fleet.replica_changed(served)
+
+    def _reopen(self, served: ServedModel, at: float) -> None:
+        """Keep replicas open that a controller was about to close when it was lost.
+
+        It renews the instant at which they close while it waits for their requests, and then starts others.
+        """
+        if served.closes_at < math.inf and at > served.snapshot_at + SNAPSHOT_STALE_S:
+            served.closing_since = served.closes_at = math.inf
             self.fleet.replica_changed(served)
 
     def _move_from_leaving(self, served: ServedModel, at: float, timeout_s: float) -> None:

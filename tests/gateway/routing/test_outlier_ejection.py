@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from unittest.mock import Mock
 
 import pytest
+from msgspec import structs
 
+from gateway.routing.fleet import SNAPSHOT_STALE_S, FleetView
 from gateway.routing.outlier_ejection import MOST_MOVED, ReplicaProber
 from gateway.routing.replica_handle import ReplicaHandle
 from gateway.telemetry.metrics import WorkerMetrics
 from policy.config.deployment import Deployment
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy.types import EngineKind
+from policy.types import EngineKind, FleetSnapshot, Model, Runner
 from tests.gateway.fake_replica import ready_replica
+from tests.gateway.queue.test_admission import Queues, end
 from tests.gateway.virtual_time import VirtualLoop, run_virtual
 
 READY = b'{"state":"ready","load":{"at":1,"bound":8}}'
@@ -57,6 +61,7 @@ class Site:
             ReplicaHandle(ready_replica(name), 1.0, "", health=self.health) for name in ("one", "two")
         ]
         served = Mock(handles=self.replicas, leaving=[], health=self.health, engine=EngineKind.SIM)
+        served.closes_at = math.inf
         served.name, served.is_unavailable.return_value = "m", False
         probes = ReplicaProber(Mock(models=(served,)), WorkerMetrics(), lambda: Deployment(()), "")
         self.sweeps = asyncio.create_task(probes.run())
@@ -95,5 +100,37 @@ def test_a_pause_of_the_worker_itself_speaks_against_no_replica(
         await asyncio.sleep(silent_s)
         assert site.health.counters.ejections == ({"silence": 1} if ejected else {})
         site.sweeps.cancel()
+
+    run_virtual(main)
+
+
+def test_replicas_that_a_lost_controller_was_about_to_close_are_open_again_once_its_snapshot_is_stale() -> (
+    None
+):
+    """They are idle, and what they were to make room for never comes."""
+
+    async def main() -> None:
+        queues = Queues()
+        view = FleetView("", queues.metrics)
+        switching = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.EXTERNAL, closes_s=0.5)
+        switching = structs.replace(switching, shape="other", generation=2)
+        for at in (0.0, 1.0):  # the last one that comes
+            view.take(FleetSnapshot(epoch=1.0, version=1, at=at, models=(switching,)), "controller", at)
+        (served,) = view.models
+        served.handles = queues.alpha.handles
+        fleet = Mock(
+            models=view.models, replica_changed=lambda each: queues.admission.replica_changed(each.name)
+        )
+        sweeps = asyncio.create_task(ReplicaProber(fleet, queues.metrics, lambda: Deployment(()), "").run())
+        await asyncio.sleep(SNAPSHOT_STALE_S - 1.0)
+        ticket = queues.arrive(served)
+        asked = asyncio.create_task(ticket.wait())
+        await asyncio.sleep(1.9)
+        assert not asked.done()
+        await asyncio.sleep(0.5)
+        assert asked.done()
+        assert served.closing_since == math.inf
+        end(ticket)
+        sweeps.cancel()
 
     run_virtual(main)
