@@ -29,18 +29,26 @@ class DeploymentWatcher:
 
     async def follow(self, on_change: Callable[[Deployment], None]) -> None:
         """Call ``on_change`` with each new document, until cancelled."""
+        warned = False
         while True:
             await sleep_to_next(LOOK_EVERY_S)
             if not self._file.changed():
+                warned = False
                 continue
             try:
                 self.deployment = self._read()
-            except (OSError, ConfigError, ValueError) as error:
+            except OSError as error:  # such as a lack of file descriptors: it is read again at the next look
+                if not warned:
+                    self._log.warning("document_unreadable", cause=error)
+                warned = True
+                continue
+            except (ConfigError, ValueError) as error:
                 self._log.error("document_refused", cause=error)
                 continue
             self._log.info("document_read")
             on_change(self.deployment)
 
     def _read(self) -> Deployment:
+        document = self._path.read_bytes()
         self._file.were_read()
-        return parse(msgspec.json.decode(self._path.read_bytes()))
+        return parse(msgspec.json.decode(document))
