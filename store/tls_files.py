@@ -139,7 +139,7 @@ def _read(file: str, at: str) -> str:
     try:
         return Path(file).read_text(errors="replace")
     except OSError as error:
-        raise ConfigError(at, file, f"a file that can be read ({error.strerror})") from None
+        raise ConfigError(at, file, f"a file that can be read ({error.strerror})") from error
 
 
 def _unusable(at: str, file: str, error: ssl.SSLError) -> ConfigError:
