@@ -291,6 +291,12 @@ class ModelTargets:
         """The models that have a target, in force or set aside."""
         return frozenset(self._all) | frozenset(self._aside)
 
+    @property
+    def stored_specs(self) -> list[ModelSpec]:
+        """The configurations of all generations in use, also of models that were removed."""
+        targets = (self._all | self._aside).values()
+        return [spec for target in targets for spec in target.specs.values()]
+
     def set_aside(self, model: str) -> None:
         """Keep the target of ``model`` stored, but not in force, until :meth:`bring_back`."""
         self._aside[model] = self._all.pop(model)
