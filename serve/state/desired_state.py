@@ -268,8 +268,7 @@ class ModelTargets:
             return self._state.load(self._path, dict[str, ModelTarget]) or {}
         except msgspec.DecodeError as error:
             # Written by another version. Targets are made of the running replicas, the file is kept.
-            aside = self._path.with_suffix(".unreadable")
-            self._path.replace(aside)
+            aside = self._state.set_aside(self._path)
             log.warning("%s cannot be read (%s); kept as %s", self._path, error, aside)
             return {}
 

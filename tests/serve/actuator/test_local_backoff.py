@@ -233,3 +233,20 @@ async def test_what_could_not_be_saved_is_saved_later(site: Site) -> None:
     site.disk.full = False
     await site.layer()
     assert site.record.wanted == 3
+
+
+async def test_hosts_that_another_version_recorded_are_ended(site: Site) -> None:
+    """Nobody could scale or replace them, and they have GPUs."""
+    await start(site, 2)
+    running, path = site.record.processes, site.disk.hosts_path
+    foreign = path.read_bytes().replace(b'"model":{', b'"model":{"of_a_later_version":1,')
+    path.write_bytes(foreign)
+    await site.actuator.close()
+    site.restart()
+    assert await site.actuator.layers() == {}
+    assert not [process for process in running if find(process.pid, process.created)]
+    assert path.with_suffix(".unreadable").read_bytes() == foreign
+    await start(site, 1)
+    await site.actuator.close()
+    site.restart()
+    assert (await site.layer()).wanted == 1
