@@ -141,6 +141,7 @@ class LocalActuator:
                 waits=self._waits(record),
                 unplaced=self._unplaced(record),
                 retry_at=record.retry_at if record.failures and record.retry_at > self._wall() else None,
+                hosts=tuple(process.replica for process in record.processes),
             )
             for key, record in records.items()
             if not record.deleted

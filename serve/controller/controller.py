@@ -404,7 +404,9 @@ class Controller:
         """Observe, decide, and take one step for each model. A model's failure is part of its status."""
         if self._targets.unsaved:
             self._targets.save()
-        self._observed.held = await self._actuator.layers()
+        self._observed.held = held = await self._actuator.layers()
+        hosts = {host: key for key, layer in held.items() for host in layer.hosts}
+        self.registry.expect(hosts, self._monotonic())
         self._restore()
         if self._has_listened():
             await self.autoscaler.tick(self._deployment)

@@ -250,3 +250,18 @@ async def test_hosts_that_another_version_recorded_are_ended(site: Site) -> None
     await site.actuator.close()
     site.restart()
     assert (await site.layer()).wanted == 1
+
+
+async def test_a_host_that_hangs_since_before_a_controller_began_can_be_killed(site: Site) -> None:
+    await start(site, 1)
+    (hung,) = site.record.processes
+    os.kill(hung.pid, signal.SIGSTOP)
+    await site.actuator.close()
+    site.restart()
+    assert (await site.layer()).hosts == (hung.replica,)
+    await site.actuator.kill(KEY, hung.replica)
+    while site.record.processes in ((), (hung,)):
+        site.past(site.record.retry_at)
+        await site.layer()
+        await asyncio.sleep(0.001)
+    assert (await site.layer()).hosts == (site.record.processes[0].replica,)
