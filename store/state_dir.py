@@ -252,6 +252,12 @@ class StateDir:
         self.ensure()
         write_atomic(path, msgspec.json.encode(value), mode=0o600)
 
+    def set_aside(self, path: Path) -> str:
+        """Keep a file that cannot be decoded under another name, which is returned."""
+        aside = path.with_suffix(".unreadable")
+        path.replace(aside)
+        return str(aside)
+
     def try_lock(self) -> int | None:
         """Take the supervisor's lock until the returned descriptor is closed; ``None`` if it is held."""
         self.ensure()

@@ -56,9 +56,12 @@ class ActuatorByEngine:
         """Why the layers of ``model`` are unknown, or only known as they were; empty if they are known."""
         return self._failures.get(self._workloads if model.engine is EngineKind.EXTERNAL else self._own, "")
 
-    def declare(self, models: Iterable[ModelSpec]) -> None:
-        """The models of a deployment that was just applied: one that fails may be corrected by it."""
-        self._workloads.declare(models)
+    def declare(self, models: Iterable[ModelSpec], earlier: Iterable[ModelSpec]) -> None:
+        """The models of the deployment, and the configurations of ``earlier`` revisions that may still run.
+
+        One that fails may be corrected by a deployment that was just applied.
+        """
+        self._workloads.declare(models, earlier)
 
     async def nodes(self) -> Sequence[NodeResources]:
         return await self._own.nodes()

@@ -36,7 +36,8 @@ class ActuatorLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     ``waits`` says which resources its replicas wait for, of which ``unplaced`` have none yet. ``retry_at`` is
     the next start (Unix seconds) after failed ones, if known. The replicas of a layer that ``sleeps`` exist:
-    they are woken and put to sleep.
+    they are woken and put to sleep. ``hosts`` are the ids of its hosts, where nothing else replaces one that
+    hangs.
     """
 
     wanted: int
@@ -46,6 +47,7 @@ class ActuatorLayer(msgspec.Struct, frozen=True, kw_only=True):
     unplaced: int = 0
     retry_at: float | None = None
     sleeps: bool = False
+    hosts: tuple[str, ...] = ()
 
 
 def host_spec(  # noqa: PLR0917
@@ -63,9 +65,14 @@ def host_spec(  # noqa: PLR0917
     )  # fmt: skip
 
 
+def host_part(host: str) -> str:
+    """The last part of a host's id, which the ids of its replicas have too: it may be a group of engines."""
+    return host.rpartition("-")[2]
+
+
 def same_host(host: str, replica: str) -> bool:
-    """Whether ``replica`` runs on the host with this id: engines of a group have the last part of its id."""
-    return host.rpartition("-")[2] in replica.split("-")
+    """Whether ``replica`` runs on the host with this id."""
+    return host_part(host) in replica.split("-")
 
 
 def deployment_id(state: StateDir) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from policy.config.deployment import ModelSpec
+from policy.config.deployment import ModelSpec, Shape
 from policy.config.engine_revision import digest, used_shapes
 from policy.config.external_servers import KubernetesService
 from policy.errors import ActuatorFailed
@@ -37,6 +37,9 @@ from store.state_dir import StateDir
 log = logging.getLogger("tidegate.controller")
 
 REPORT_S = 0.5
+# For how long a place that only earlier revisions used may fail before it is given up: it may be gone for
+# good, and all other workloads wait for it.
+GIVE_UP_S = 60.0
 
 
 class _Found(NamedTuple):
@@ -62,9 +65,13 @@ class KubernetesActuator:
         self._api = WorkloadClient(deployment_id(state), term)
         self._term_begun = False
         self._models: dict[str, ModelSpec] = {}
-        self._services: dict[str, KubernetesService] = {}
+        # By model, API server and namespace.
+        self._services: dict[tuple[str, str, str], KubernetesService] = {}
         # A workload of each kind in each place, by the API server and the path of all of them.
         self._known: dict[tuple[str, str], KubernetesWorkload] = {}
+        # Those of revisions before, and since when they fail.
+        self._earlier: dict[tuple[str, str], KubernetesWorkload] = {}
+        self._failing_since: dict[tuple[str, str], float] = {}
         self._last = LayerCache(self._ask)
         self.declare(models)
         self._found: dict[LayerKey, _Found] = {}
@@ -74,12 +81,18 @@ class KubernetesActuator:
         self._failures, self._failed, self._retry_at = 0, "", 0.0
         self._warned: set[str] = set()
 
-    def declare(self, models: Iterable[ModelSpec]) -> None:
-        """The models of the deployment. After the first answer workloads are found by their annotations."""
+    def declare(self, models: Iterable[ModelSpec], earlier: Iterable[ModelSpec] = ()) -> None:
+        """The models of the deployment, and the configurations of ``earlier`` revisions that may still run.
+
+        After the first answer workloads are found by their annotations.
+        """
         if self._last.value is not None:
             return
         self._models = {spec.name: spec for spec in models if _service(spec) is not None and spec.is_scaled}
-        self._services, self._known = {}, {}
+        self._services, self._known, self._earlier = {}, {}, {}
+        for spec in earlier:
+            # Also the shapes that no mode uses any more.
+            self._earlier |= self._places(spec, spec.shapes)
         for spec in self._models.values():
             self._note(spec)
         self._retry_at = 0.0
@@ -117,17 +130,13 @@ class KubernetesActuator:
         service = _service(model)
         assert service is not None  # the parser asks for it
         workload = KubernetesWorkload.of(service, model.shapes[key.shape].workload)
-        mark = WorkloadAnnotation(model=key.model, shape=key.shape, generation=key.generation, digest=digest)
-        await self._write(workload, mark, count)
+        await self._write(workload, _mark(key, digest), count)
 
     async def scale(self, key: LayerKey, count: int) -> None:
         found = self._found.get(key) or (await self._asked()).get(key)
         if found is None:
             raise ActuatorFailed(f"there is no layer {key} to scale")
-        mark = found.mark or WorkloadAnnotation(
-            model=key.model, shape=key.shape, generation=key.generation, digest=found.digest
-        )
-        await self._write(found.workload, mark, count)
+        await self._write(found.workload, found.mark or _mark(key, found.digest), count)
 
     async def kill(self, key: LayerKey, replica: str) -> None:
         await self._delete_pod(key, replica, grace_s=0)
@@ -169,11 +178,20 @@ class KubernetesActuator:
 
     def _note(self, spec: ModelSpec) -> None:
         """Look at the places of a model's workloads from now on."""
-        if (service := _service(spec)) is not None:
-            self._services[spec.name] = service
-            for shape in used_shapes(spec).values():
-                workload = KubernetesWorkload.of(service, shape.workload)
-                self._known[service.api, workload.collection] = workload
+        self._known |= self._places(spec, used_shapes(spec))
+
+    def _places(
+        self, spec: ModelSpec, shapes: Mapping[str, Shape]
+    ) -> dict[tuple[str, str], KubernetesWorkload]:
+        """A workload in each place that ``shapes`` of a model name."""
+        if (service := _service(spec)) is None:
+            return {}
+        workloads = [
+            KubernetesWorkload.of(service, each.workload) for each in shapes.values() if each.workload
+        ]
+        for workload in workloads:
+            self._services[spec.name, service.api, workload.namespace] = service
+        return {each.place: each for each in workloads}
 
     async def _asked(self) -> dict[LayerKey, _Found]:
         await self._last.ask()
@@ -196,18 +214,46 @@ class KubernetesActuator:
 
     async def _find(self) -> dict[LayerKey, _Found]:
         found: dict[LayerKey, _Found] = {}
+        for at, place in tuple(self._earlier.items()):
+            if at not in self._known:
+                found |= await self._found_in_earlier(place)
         for place in self._known.values():
-            for each in await self._api.marked(place):
-                workload = place._replace(name=each.metadata.name)
-                if (mark := self._mark_of(workload, each.metadata)) is not None:
-                    key = LayerKey(mark.model, mark.shape, mark.generation)
-                    wanted = each.spec.replicas if mark.replicas is None else mark.replicas
-                    workload = workload._replace(service=self._services.get(key.model, place.service))
-                    found[key] = _Found(workload, mark, mark.digest, wanted)
+            found |= await self._found_in(place)
         for key, workload, made_of in self._unmarked(found):
             running = await self._api.read(workload)
             if running is not None and running.spec.replicas and LABEL not in running.metadata.labels:
                 found[key] = _Found(workload, None, made_of, running.spec.replicas)
+        return found
+
+    async def _found_in(self, place: KubernetesWorkload) -> dict[LayerKey, _Found]:
+        """The layers whose workloads are of the kind and in the place of ``place``."""
+        found: dict[LayerKey, _Found] = {}
+        for each in await self._api.marked(place):
+            workload = place._replace(name=each.metadata.name)
+            if (mark := self._mark_of(workload, each.metadata)) is not None:
+                key = LayerKey(mark.model, mark.shape, mark.generation)
+                wanted = each.spec.replicas if mark.replicas is None else mark.replicas
+                of = key.model, place.service.api, place.namespace
+                workload = workload._replace(service=self._services.get(of, place.service))
+                found[key] = _Found(workload, mark, mark.digest, wanted)
+        return found
+
+    async def _found_in_earlier(self, place: KubernetesWorkload) -> dict[LayerKey, _Found]:
+        """The same of a place that only earlier revisions used: none once it is given up."""
+        now = asyncio.get_running_loop().time()
+        try:
+            found = await self._found_in(place)
+        except ActuatorFailed as error:
+            since = self._failing_since.setdefault(place.place, now)
+            used = any(each.workload.place == place.place for each in self._found.values())
+            if used or now - since < GIVE_UP_S:
+                raise
+            log.warning(
+                "pods of earlier revisions in %s are no longer looked for: %s", place.collection, error
+            )
+            del self._earlier[place.place]
+            return {}
+        self._failing_since.pop(place.place, None)
         return found
 
     def _mark_of(self, workload: KubernetesWorkload, metadata: ObjectMetadata) -> WorkloadAnnotation | None:
@@ -268,11 +314,18 @@ class KubernetesActuator:
         return msgspec.structs.replace(held, waits=waits[0] if waits else "", unplaced=len(waits))
 
     async def _write(self, workload: KubernetesWorkload, mark: WorkloadAnnotation, count: int) -> None:
+        # Once one workload of a model is marked, others without a mark are not found any more.
+        for key, other in self._found.items():
+            if key.model == mark.model and other.mark is None and other.workload.path != workload.path:
+                await self._order(other.workload, _mark(key, other.digest), other.wanted)
+        await self._order(workload, mark, count)
+        self._last.changed()
+        await self._last.ask()
+
+    async def _order(self, workload: KubernetesWorkload, mark: WorkloadAnnotation, count: int) -> None:
         autoscaled = workload.service.scaled_by == "autoscaler"
         mark = msgspec.structs.replace(mark, replicas=count if autoscaled else None)
         await self._api.write(workload, mark, None if autoscaled else count)
-        self._last.changed()
-        await self._last.ask()
 
     async def _leave(self, key: LayerKey, replica: str) -> None:
         if replica not in self._ordered:
@@ -283,6 +336,10 @@ class KubernetesActuator:
         found, pods = self._found.get(key), self._pods.get(key)
         if found is not None and pods is not None and (pod := pods.pod(replica)) is not None:
             await self._api.delete_pod(found.workload, pod.metadata, grace_s)
+
+
+def _mark(key: LayerKey, digest: str) -> WorkloadAnnotation:
+    return WorkloadAnnotation(model=key.model, shape=key.shape, generation=key.generation, digest=digest)
 
 
 def _service(spec: ModelSpec) -> KubernetesService | None:

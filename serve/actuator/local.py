@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -30,6 +31,8 @@ from serve.host.weight_verification import ResolvedWeights
 from store.log_file import RotatingLog
 from store.os_process import end_all, find, started_at, terminate
 from store.state_dir import StateDir
+
+log = logging.getLogger("tidegate.controller")
 
 # Maximum time for hosts to end at a stop; the gateways have drained by then.
 GRACE_S = 15.0
@@ -62,6 +65,17 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = False
 
 
+class _ProcessId(msgspec.Struct, frozen=True):
+    pid: int
+    created: float
+
+
+class _ForeignRecord(msgspec.Struct, frozen=True):
+    """What is read of the layer of another version."""
+
+    processes: tuple[_ProcessId, ...] = ()
+
+
 class LocalActuator:
     """The actuator port over child processes."""
 
@@ -84,17 +98,38 @@ class LocalActuator:
         self._wall = wall
         self._path = state.hosts_path
         self._log = RotatingLog(state.logs / "hosts.log")
-        self._records: dict[LayerKey, LayerRecord] = {
-            record.key: record for record in state.load(self._path, list[LayerRecord]) or []
-        }
+        # Why the hosts of a predecessor are not known, until they have ended.
+        self._unreadable = ""
+        self._records: dict[LayerKey, LayerRecord] = self._read()
         self._unsaved = False
         # Layers of a predecessor that were not looked at yet.
         self._found = set(self._records)
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._lock = asyncio.Lock()
 
+    def _read(self) -> dict[LayerKey, LayerRecord]:
+        try:
+            found = self._state.load(self._path, list[LayerRecord]) or []
+        except msgspec.DecodeError as error:
+            self._unreadable = str(error)
+            return {}
+        return {record.key: record for record in found}
+
+    async def _end_foreign(self) -> None:
+        """End the hosts that another version recorded: nobody could scale them, and they have GPUs."""
+        if not self._unreadable:
+            return
+        foreign: list[_ForeignRecord] = []
+        with contextlib.suppress(msgspec.DecodeError):
+            foreign = self._state.load(self._path, list[_ForeignRecord]) or []
+        await self._end([process for record in foreign for process in record.processes])
+        aside = self._state.set_aside(self._path)
+        log.warning("%s cannot be read (%s); kept as %s", self._path, self._unreadable, aside)
+        self._unreadable = ""
+
     async def layers(self) -> Mapping[LayerKey, ActuatorLayer]:
         async with self._lock:
+            await self._end_foreign()
             for key in tuple(self._records):
                 await self._reconcile(key)
             records = dict(self._records)
@@ -106,6 +141,7 @@ class LocalActuator:
                 waits=self._waits(record),
                 unplaced=self._unplaced(record),
                 retry_at=record.retry_at if record.failures and record.retry_at > self._wall() else None,
+                hosts=tuple(process.replica for process in record.processes),
             )
             for key, record in records.items()
             if not record.deleted
@@ -157,16 +193,19 @@ class LocalActuator:
             await self._reconcile(key)
 
     async def stop(self) -> None:
-        processes = [p for record in self._records.values() for p in record.processes]
-        running = [found for p in processes if (found := find(p.pid, p.created)) is not None]
-        # The engine of a killed host ends too: its standard input closes.
-        await asyncio.to_thread(end_all, running, GRACE_S)
+        await self._end_foreign()
+        await self._end([process for record in self._records.values() for process in record.processes])
         # A child that ended is a zombie until the event loop has noticed it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NOTICED_S):
                 await asyncio.gather(*(child.wait() for child in self._children.values()))
         self._records.clear()
         self._save()
+
+    async def _end(self, processes: Sequence[HostProcess | _ProcessId]) -> None:
+        running = [found for p in processes if (found := find(p.pid, p.created)) is not None]
+        # The engine of a killed host ends too: its standard input closes.
+        await asyncio.to_thread(end_all, running, GRACE_S)
 
     async def close(self) -> None:
         self._log.close()

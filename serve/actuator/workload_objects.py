@@ -92,6 +92,11 @@ class KubernetesWorkload(NamedTuple):
         return f"/apis/{group}/namespaces/{self.namespace}/{plural}"
 
     @property
+    def place(self) -> tuple[str, str]:
+        """The API server, and the path of all workloads of its kind in its namespace."""
+        return self.service.api, self.collection
+
+    @property
     def path(self) -> str:
         return f"{self.collection}/{self.name}"
 

@@ -302,8 +302,7 @@ class Controller:
             del self._unrestored[name]
             self._failures.forget(name)
         self._unrestored |= unknown
-        if self._by_engine is not None:
-            self._by_engine.declare(deployment.models)
+        self._declare()
         for name, target in targets.items():
             # Failed modes are tried again: the cause may be fixed. A running switch keeps its note.
             note = "" if target.settled else target.note
@@ -346,6 +345,7 @@ class Controller:
 
     async def rebuild(self) -> None:
         """Restore counts and revisions from the actuator's layers."""
+        self._declare()
         self._observed.held = await self._layers_once_known()
         await self.autoscaler.restore(self._deployment)
         stored = {name: self._targets.get(name).spec for name in self._targets.names()}
@@ -404,7 +404,9 @@ class Controller:
         """Observe, decide, and take one step for each model. A model's failure is part of its status."""
         if self._targets.unsaved:
             self._targets.save()
-        self._observed.held = await self._actuator.layers()
+        self._observed.held = held = await self._actuator.layers()
+        hosts = {host: key for key, layer in held.items() for host in layer.hosts}
+        self.registry.expect(hosts, self._monotonic())
         self._restore()
         if self._has_listened():
             await self.autoscaler.tick(self._deployment)
@@ -516,6 +518,11 @@ class Controller:
         if same:
             return replace(adopting, gap=target.gap, ends_at=target.ends_at)
         return self._observed.planned(adopting, deployment)
+
+    def _declare(self) -> None:
+        """Say where layers may be: a rollout or a removal may have been cut short by a restart."""
+        if self._by_engine is not None:
+            self._by_engine.declare(self._deployment.models, self._targets.stored_specs)
 
     def _layer_failure(self, spec: ModelSpec) -> str:
         """Why it is not known what runs of a model; empty if it is."""

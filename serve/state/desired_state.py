@@ -268,8 +268,7 @@ class ModelTargets:
             return self._state.load(self._path, dict[str, ModelTarget]) or {}
         except msgspec.DecodeError as error:
             # Written by another version. Targets are made of the running replicas, the file is kept.
-            aside = self._path.with_suffix(".unreadable")
-            self._path.replace(aside)
+            aside = self._state.set_aside(self._path)
             log.warning("%s cannot be read (%s); kept as %s", self._path, error, aside)
             return {}
 
@@ -290,6 +289,12 @@ class ModelTargets:
     def stored(self) -> frozenset[str]:
         """The models that have a target, in force or set aside."""
         return frozenset(self._all) | frozenset(self._aside)
+
+    @property
+    def stored_specs(self) -> list[ModelSpec]:
+        """The configurations of all generations in use, also of models that were removed."""
+        targets = (self._all | self._aside).values()
+        return [spec for target in targets for spec in target.specs.values()]
 
     def set_aside(self, model: str) -> None:
         """Keep the target of ``model`` stored, but not in force, until :meth:`bring_back`."""

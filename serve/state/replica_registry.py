@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
 from policy.scaling.reconcile_steps import LayerKey
-from policy.types import FleetSnapshot, Model, Replica, ReplicaPhase
+from policy.types import FleetSnapshot, Model, Replica, ReplicaLoad, ReplicaPhase
+from serve.actuator.interface import host_part
 from serve.state.versioned_watch import Revision
 
 # Hosts send two heartbeats a second. A silent one is probed before it is removed, so that a busy machine
@@ -18,6 +19,8 @@ GONE_S = 10.0
 # The host of a replica that is silent for so long hangs and is replaced. A start does not count: hosts send
 # heartbeats while they prepare weights, and while their engines start.
 HUNG_S = 20.0
+# The same of a host that never sent one: it first imports its libraries, from a disk that may be slow.
+UNHEARD_S = 120.0
 
 
 # Everything but the load and the loaded adapters, which change all the time.
@@ -40,6 +43,8 @@ class ReplicaRegistry:
         self._entries: dict[str, _Entry] = {}
         # Replicas that were given up: their hosts may hang.
         self._gone: dict[str, _Entry] = {}
+        # Hosts that exist, of which nothing was heard since they were first seen.
+        self._unheard: dict[str, _Entry] = {}
         self._models: tuple[Model, ...] = ()
         # Engines that were started again in place, by model.
         self.restarts: Counter[str] = Counter()
@@ -76,15 +81,38 @@ class ReplicaRegistry:
             return self._remove(replica.id)
         return False
 
+    def expect(self, hosts: Mapping[str, LayerKey], now: float) -> None:
+        """All ``hosts`` that the actuator knows by their ids: of one that hangs nothing may ever be heard."""
+        heard = self._heard_parts()
+        self._unheard = {
+            host: self._unheard.get(host) or _Entry(_unheard_replica(host, key), now)
+            for host, key in hosts.items()
+            if host_part(host) not in heard
+        }
+
+    def _heard_parts(self) -> set[str]:
+        """The parts of the ids of all replicas that sent heartbeats."""
+        return {part for name in (*self._entries, *self._gone) for part in name.split("-")}
+
     def take_hung(self, now: float) -> list[Replica]:
-        """Replicas that were removed and have been silent for :data:`HUNG_S`: their hosts hang. Each once."""
-        hung = {name: entry.replica for name, entry in self._gone.items() if now - entry.seen > HUNG_S}
-        self._gone = {name: entry for name, entry in self._gone.items() if name not in hung}
-        return list(hung.values())
+        """Replicas that were removed and have been silent for :data:`HUNG_S`: their hosts hang. Each once.
+
+        Also hosts that are expected and were silent for :data:`UNHEARD_S`.
+        """
+        # They may have been heard since they were expected.
+        heard = self._heard_parts() if self._unheard else set()
+        unheard = [
+            name
+            for name, entry in self._unheard.items()
+            if now - entry.seen > UNHEARD_S and host_part(name) not in heard
+        ]
+        found = [self._unheard.pop(name).replica for name in unheard]
+        gone = [name for name, entry in self._gone.items() if now - entry.seen > HUNG_S]
+        return [*(self._gone.pop(name).replica for name in gone), *found]
 
     def not_heard_until(self, now: float) -> None:
         """Nothing was heard until ``now`` because this process did not run: no silence counts."""
-        for entry in (*self._entries.values(), *self._gone.values()):
+        for entry in (*self._entries.values(), *self._gone.values(), *self._unheard.values()):
             entry.seen = now
 
     def set_models(self, models: Iterable[Model]) -> None:
@@ -115,3 +143,10 @@ class ReplicaRegistry:
             return False
         self.revision.bump()
         return True
+
+
+def _unheard_replica(host: str, key: LayerKey) -> Replica:
+    return Replica(
+        id=host, model=key.model, shape=key.shape, generation=key.generation,
+        state=ReplicaPhase.STARTING, load=ReplicaLoad(at=0.0),
+    )  # fmt: skip

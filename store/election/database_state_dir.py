@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, delete, select, update
 
 from policy.errors import NotLeader
 from store.database import Database, counter, counters
@@ -54,6 +54,18 @@ class DatabaseStateDir(StateDir):
         with self.database.writing() as connection:
             self._check(connection)
             _write(connection, path.name, msgspec.json.encode(value))
+
+    def set_aside(self, path: Path) -> str:
+        """Raises :class:`policy.errors.NotLeader` after another leader's claim."""
+        if not self._is_shared(path):
+            return super().set_aside(path)
+        aside = path.with_suffix(".unreadable").name
+        with self.database.writing() as connection:
+            self._check(connection)
+            if (found := _read(connection, path.name)) is not None:
+                _write(connection, aside, found)
+                connection.execute(delete(state).where(state.c.name == path.name))
+        return f"the row {aside} of {state.name}"
 
     def _check(self, connection: Connection) -> None:
         if (highest := counter(connection, TERM)) > self.term:

@@ -233,3 +233,35 @@ async def test_what_could_not_be_saved_is_saved_later(site: Site) -> None:
     site.disk.full = False
     await site.layer()
     assert site.record.wanted == 3
+
+
+async def test_hosts_that_another_version_recorded_are_ended(site: Site) -> None:
+    """Nobody could scale or replace them, and they have GPUs."""
+    await start(site, 2)
+    running, path = site.record.processes, site.disk.hosts_path
+    foreign = path.read_bytes().replace(b'"model":{', b'"model":{"of_a_later_version":1,')
+    path.write_bytes(foreign)
+    await site.actuator.close()
+    site.restart()
+    assert await site.actuator.layers() == {}
+    assert not [process for process in running if find(process.pid, process.created)]
+    assert path.with_suffix(".unreadable").read_bytes() == foreign
+    await start(site, 1)
+    await site.actuator.close()
+    site.restart()
+    assert (await site.layer()).wanted == 1
+
+
+async def test_a_host_that_hangs_since_before_a_controller_began_can_be_killed(site: Site) -> None:
+    await start(site, 1)
+    (hung,) = site.record.processes
+    os.kill(hung.pid, signal.SIGSTOP)
+    await site.actuator.close()
+    site.restart()
+    assert (await site.layer()).hosts == (hung.replica,)
+    await site.actuator.kill(KEY, hung.replica)
+    while site.record.processes in ((), (hung,)):
+        site.past(site.record.retry_at)
+        await site.layer()
+        await asyncio.sleep(0.001)
+    assert (await site.layer()).hosts == (site.record.processes[0].replica,)

@@ -7,6 +7,7 @@ import errno
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from policy.errors import ActuatorFailed
@@ -16,6 +17,7 @@ from serve.autoscaler import autoscaler
 from serve.autoscaler.decision_inputs import SituationBuilder
 from serve.controller import controller
 from serve.controller.controller import LISTEN_S
+from serve.state.replica_registry import UNHEARD_S
 from tests.serve.memory_actuator import MemoryActuator
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -204,3 +206,14 @@ async def test_the_control_loop_continues_after_errors(
     running.cancel()
     await asyncio.wait([running])
     assert running.cancelled()
+
+
+async def test_a_host_that_hung_before_a_restart_is_found(plane: Plane) -> None:
+    await plane.ready(document())
+    (silent,) = plane.cluster.replicas
+    plane.cluster.held[SMALL] = msgspec.structs.replace(plane.cluster.held[SMALL], hosts=(silent,))
+    await plane.restart()
+    await plane.controller.tick()
+    plane.now += UNHEARD_S + 1
+    (hung,) = plane.controller.registry.take_hung(plane.monotonic())
+    assert (hung.id, LayerKey.of(hung)) == (silent, SMALL)

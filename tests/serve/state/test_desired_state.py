@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,10 @@ from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest
 from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import ActuatorLayer
-from serve.state.desired_state import DesiredMode, ModelTarget, first_target, found_target
+from serve.state.desired_state import DesiredMode, ModelTarget, ModelTargets, first_target, found_target
+from store.database import Database
+from store.election.database_state_dir import DatabaseStateDir
+from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
 OTHER = {"profile": "sim-small", "seed": 7}
@@ -167,3 +171,20 @@ def test_a_running_layer_becomes_the_target_of_the_same_digest() -> None:
     assert found.aim == DesiredMode(mode="multi-replica", shape="small", count=3, generation=2)
     assert found_target(spec(sim=OTHER), held, now=5.0) is None
     assert found_target(spec(), {}, now=5.0) is None
+
+
+@pytest.mark.parametrize("elected", [False, True])
+def test_targets_of_another_version_are_set_aside(tmp_path: Path, elected: bool) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'state.db'}")
+    state = DatabaseStateDir(tmp_path, database, 1) if elected else StateDir(tmp_path)
+    foreign = {"m": {"aim": {"mode": "x"}}}
+    state.save(state.targets_path, foreign)
+    assert ModelTargets(state).names() == ()
+    # The next start has nothing to set aside.
+    assert state.load(state.targets_path, object) is None
+    ModelTargets(state).put("m", first_target(spec(), (), now=10.0))
+    assert ModelTargets(state).names() == ("m",)
+    if not elected:
+        kept = state.targets_path.with_suffix(".unreadable")
+        assert msgspec.json.decode(kept.read_bytes()) == foreign
+    database.close()

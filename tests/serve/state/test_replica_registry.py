@@ -10,7 +10,7 @@ import pytest
 
 from policy.scaling.reconcile_steps import LayerKey
 from policy.types import EngineKind, Model, ReplicaLoad, ReplicaPhase
-from serve.state.replica_registry import GONE_S, ReplicaRegistry
+from serve.state.replica_registry import GONE_S, HUNG_S, UNHEARD_S, ReplicaRegistry
 from tests.serve.replicas import replica
 
 KEY = LayerKey("m", "small", 1)
@@ -97,3 +97,31 @@ async def test_waiting_past_a_version_ends_with_a_change_or_a_timeout(registry: 
     # A reader of an older version does not wait; the timeout ends a wait without a change.
     await registry.revision.past(seen, 3600.0)
     await registry.revision.past(version(registry), 0.0)
+
+
+def test_a_host_of_which_nothing_was_ever_heard_hangs(registry: ReplicaRegistry) -> None:
+    """As one that was stopped before this controller began."""
+    hosts = {f"m-small-g1-{part}": KEY for part in ("a1", "b2", "c3")}
+    registry.put(replica("m-small-g1-a1"), now=0.0)
+    # An engine of a group on its host.
+    registry.put(replica("m-large-g1-b2-0"), now=0.0)
+    registry.expect(hosts, now=0.0)
+    assert [each.id for each in registry.fleet(0.0).replicas] == ["m-large-g1-b2-0", "m-small-g1-a1"]
+    registry.not_heard_until(50.0)
+    registry.expect(hosts, now=UNHEARD_S + 49.0)
+    assert registry.take_hung(UNHEARD_S + 49.0) == []
+    (hung,) = registry.take_hung(UNHEARD_S + 51.0)
+    assert (hung.id, LayerKey.of(hung)) == ("m-small-g1-c3", KEY)
+    assert registry.take_hung(UNHEARD_S + 51.0) == []
+    # One that was heard once and is silent is not judged twice.
+    silent = registry.fleet(0.0).replicas[0]
+    assert registry.give_up(silent, UNHEARD_S + 51.0, refused=True)
+    registry.expect(hosts, now=UNHEARD_S + 51.0)
+    assert [each.id for each in registry.take_hung(UNHEARD_S + 51.0 + HUNG_S)] == [silent.id]
+
+
+def test_a_host_that_reports_late_or_ends_does_not_hang(registry: ReplicaRegistry) -> None:
+    registry.expect({"m-small-g1-a1": KEY, "m-small-g1-b2": KEY}, now=0.0)
+    registry.expect({"m-small-g1-a1": KEY}, now=UNHEARD_S)
+    registry.put(replica("m-small-g1-a1"), now=UNHEARD_S)
+    assert registry.take_hung(UNHEARD_S + 1.0) == []

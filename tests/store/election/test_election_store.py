@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from sqlalchemy import select
 
 from policy.errors import NotLeader
 from policy.leader_election import LeaderLease
 from store.database import Database
 from store.election.database_lease import DatabaseLease
 from store.election.database_state_dir import DatabaseStateDir
+from store.election.tables import state
 
 
 @pytest.fixture
@@ -48,8 +50,8 @@ def test_a_leader_finds_the_state_of_the_one_before_which_writes_no_more(
     database: Database, tmp_path: Path
 ) -> None:
     one, two = (DatabaseStateDir(tmp_path / str(term), database, term) for term in (1, 2))
-    for state in (one, two):
-        state.ensure().deployment_path.write_text(f'{{"of": {state.term}}}')
+    for each in (one, two):
+        each.ensure().deployment_path.write_text(f'{{"of": {each.term}}}')
     one.claim()
     one.save(one.targets_path, {"m": 3})
     two.claim()
@@ -65,3 +67,21 @@ def test_a_leader_finds_the_state_of_the_one_before_which_writes_no_more(
     one.save(one.controller_run_path, 5)
     assert one.controller_run_path.read_bytes() == b"5" and not two.controller_run_path.exists()
     assert two.load(two.memory_path, int) is None
+
+
+def test_a_row_that_cannot_be_decoded_is_kept_under_another_name(database: Database, tmp_path: Path) -> None:
+    one, two = (DatabaseStateDir(tmp_path, database, term) for term in (1, 2))
+    one.ensure().deployment_path.write_text("{}")
+    one.claim()
+    one.save(one.targets_path, "of another version")
+    one.save(one.controller_run_path, 5)
+    assert one.set_aside(one.targets_path) == "the row targets.unreadable of controller_state"
+    assert one.load(one.targets_path, str) is None
+    with database.reading() as connection:
+        rows = {row.name: bytes(row.value) for row in connection.execute(select(state))}
+    assert rows == {"deployment.json": b"{}", "targets.unreadable": b'"of another version"'}
+    one.set_aside(one.controller_run_path)
+    assert not one.controller_run_path.exists()
+    two.claim()
+    with pytest.raises(NotLeader):
+        one.set_aside(one.targets_path)
