@@ -93,7 +93,6 @@ class Relay(TimedAttempt):
         self._connection = connection
         self._validator = validator
         self.meter = meter
-        self.model = meter.model
         self._itl = meter.itl
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
@@ -149,6 +148,11 @@ class Relay(TimedAttempt):
                 self._account()
 
     # TimedAttempt
+
+    @property
+    def model(self) -> str:
+        """The name of the model in the deployment."""
+        return self.meter.model
 
     @property
     def events(self) -> int:
@@ -228,7 +232,7 @@ class Relay(TimedAttempt):
                 self._end_stream(clean=False)
             if self._ended_well():
                 self._settle(_SERVED)
-            else:  # replicas cut the stream of a client that leaves megabytes unread
+            else:  # a replica cuts the stream of a client that leaves megabytes unread
                 self._settle(AttemptOutcome.LEFT if self.held_back else AttemptOutcome.BROKEN)
         else:
             self._settle(AttemptOutcome.STALE if stale else AttemptOutcome.LOST)

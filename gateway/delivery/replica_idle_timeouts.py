@@ -20,15 +20,19 @@ EXPIRED_AT_ONCE: Final = 64
 class TimedAttempt:
     """An attempt on a replica, as the sweep sees it. Instants are seconds of ``time.monotonic``.
 
-    ``model``: of the deployment. ``streams``: a stream was requested, ``begun``: its first event came.
-    ``sent_at``: when the request was sent, ``quiet_since``: when it last made progress.
+    ``streams``: a stream was requested, ``begun``: its first event came. ``sent_at``: when the request was
+    sent, ``quiet_since``: when it last made progress.
     """
 
-    model: str
     streams: bool
     begun: bool
     sent_at: float
     quiet_since: float
+
+    @property
+    def model(self) -> str:
+        """The name of the model in the deployment."""
+        raise NotImplementedError
 
     @property
     def events(self) -> int:

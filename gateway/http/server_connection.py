@@ -230,7 +230,7 @@ class ServerConnection(ClientConnection):
             if unsent != self._unsent:
                 self._unsent = unsent
                 self.deadline = now + self._server.times.stalled_s
-        # Which is seen by reading otherwise.
+        # A connection that is not read does not show that its client has left.
         if (self._held_back or self._paused) and has_left(self._transport):
             self._transport.abort()
             return

@@ -69,7 +69,7 @@ class TracedAttempt:
         self.outcome = ""
 
     def end(self, outcome: AttemptOutcome, sent_at: float, first_byte_at: float | None) -> None:
-        """It has ended; the instants are its request's, and of an earlier attempt if it was not sent."""
+        """The attempt has ended; ``sent_at`` is that of an earlier attempt if this one was not sent."""
         self.ended_at, self.outcome = monotonic(), outcome
         if sent_at >= self.granted_at:
             self.sent_at, self.first_at = sent_at, first_byte_at

@@ -18,8 +18,12 @@ class Silent(TimedAttempt):
         self.sent_at = self.quiet_since = 0.0
         self.alive = alive
         self.relayed = 0
-        self.model = ""
+        self.of_model = ""
         self.expired: list[float] = []
+
+    @property
+    def model(self) -> str:
+        return self.of_model
 
     @property
     def events(self) -> int:
@@ -62,6 +66,6 @@ async def test_each_kind_of_silence_has_its_timeout(
 def test_running_streams_and_their_tokens_are_counted_by_model(deadlines: IdleTimeouts) -> None:
     for model, begun, events in (("a", True, 3), ("a", True, 4), ("a", False, 0), ("b", True, 1)):
         stream = Silent(begun=begun)
-        stream.relayed, stream.model = events, model
+        stream.relayed, stream.of_model = events, model
         deadlines.attempts.add(stream)
     assert deadlines.running() == {"a": (2, 7), "b": (1, 1)}

@@ -36,7 +36,7 @@ from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process
 Make = Callable[..., GpuGroupHost]
-Lacking = Callable[[], AbstractContextManager[None]]
+StartFailures = Callable[[], AbstractContextManager[None]]
 
 
 def spec_of(seed: int) -> ModelSpec:
@@ -67,16 +67,16 @@ def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lacking:
+def start_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartFailures:
     """While it is entered no host can be started, as with too few descriptors, processes or memory."""
 
     @contextmanager
-    def lacking() -> Iterator[None]:
+    def failing() -> Iterator[None]:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", str(tmp_path / "nowhere"))
             yield
 
-    return lacking
+    return failing
 
 
 @pytest.fixture
@@ -165,12 +165,12 @@ def members_by_engine(folder: Path) -> dict[tuple[str, int], GroupEngineProcess]
 
 @pytest.mark.usefixtures("quick_backoff")
 async def test_an_engine_whose_host_cannot_be_started_is_tried_again_and_interrupts_no_other(
-    make: Make, tmp_path: Path, nothing_starts: Lacking
+    make: Make, tmp_path: Path, start_failures: StartFailures
 ) -> None:
     host = make()
     await host.start()
     before = members_by_engine(tmp_path)
-    with nothing_starts():
+    with start_failures():
         os.kill(before["large", 0].pid, signal.SIGKILL)
         await until(lambda: members_by_engine(tmp_path)["large", 0].failures > 2)
         failed = members_by_engine(tmp_path)
@@ -183,10 +183,10 @@ async def test_an_engine_whose_host_cannot_be_started_is_tried_again_and_interru
 
 @pytest.mark.usefixtures("quick_backoff")
 async def test_a_group_whose_first_start_lacks_something_starts_later(
-    make: Make, tmp_path: Path, nothing_starts: Lacking
+    make: Make, tmp_path: Path, start_failures: StartFailures
 ) -> None:
     host = make()
-    with nothing_starts():
+    with start_failures():
         await host.start()
         assert pids(tmp_path) == {0}
     await until(lambda: complete(tmp_path))
