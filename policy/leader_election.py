@@ -53,6 +53,7 @@ class LeaderElector:
         self._holder = holder
         self._address = address
         self.lease_s = lease_s
+        # With the highest one that was seen: a lease that is deleted begins no term again.
         self._above = above
         # The lease in the store, and when it was first seen so.
         self.seen: LeaderLease | None = None
@@ -82,6 +83,7 @@ class LeaderElector:
         """The store's content, which was read before ``now``."""
         if lease != self.seen:
             self.seen, self._seen_at = lease, now
+            self._above = max(self._above, self.term)
         if lease is None or lease.holder != self._holder or lease.released:
             self._held_from = None
 
@@ -92,9 +94,8 @@ class LeaderElector:
             return replace(seen, renewals=seen.renewals + 1, renewed_at=at)
         if seen is not None and not seen.released and now - self._seen_at <= seen.lease_s:
             return None
-        term = max(self.term, self._above) + 1
         return LeaderLease(
-            holder=self._holder, address=self._address, term=term, lease_s=self.lease_s,
+            holder=self._holder, address=self._address, term=self._above + 1, lease_s=self.lease_s,
             acquired_at=at, renewed_at=at,
         )  # fmt: skip
 
@@ -108,4 +109,5 @@ class LeaderElector:
     def written(self, lease: LeaderLease, sent_at: float, now: float) -> None:
         """``lease`` was written; the write began at ``sent_at`` and its answer came at ``now``."""
         self.seen, self._seen_at = lease, now
+        self._above = max(self._above, lease.term)
         self._held_from = None if lease.released else sent_at

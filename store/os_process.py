@@ -1,4 +1,4 @@
-"""Processes of the operating system: found again by id and start time, and ended by SIGTERM, then SIGKILL.
+"""Processes of the operating system: found again by id and start, and ended by SIGTERM, then SIGKILL.
 
 Also what this process uses, its limit of descriptors, and which start of the machine this is.
 """
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import psutil
 
-# A later process with a recycled id would have to start within this of the recorded start. Start times are
-# computed from the kernel's boot time, which moves by up to a second when the clock is set.
+# A start time is computed from the kernel's boot time, which moves when the clock is set: it identifies a
+# process only where no start key was recorded, as by versions that had none.
 _SAME_START_S = 2.0
 _KILL_S = 5.0
 _POLL_S = 0.02
@@ -80,11 +80,32 @@ def started_at(pid: int) -> float | None:
         return None
 
 
-def find(pid: int, started: float | None = None) -> psutil.Process | None:
-    """The running process ``pid`` if it ``started`` then; ``None`` for a later one and for a zombie."""
+def start_key(pid: int) -> str:
+    """Distinguishes the process ``pid`` from every other one that has its id; empty once it is gone.
+
+    It is the start of the machine, and the process's own in clock ticks since then: no change of the clock
+    moves it.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        # The second field, the name in parentheses, may itself contain spaces and parentheses.
+        ticks = stat.rpartition(b")")[2].split()[19].decode()
+        return f"{boot_key():016x}-{ticks}"
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def find(pid: int, started: float | None = None, key: str = "") -> psutil.Process | None:
+    """The running process ``pid`` if it has the start ``key``, or without one if it ``started`` then.
+
+    ``None`` for a later one and for a zombie.
+    """
     try:
         found = psutil.Process(pid)
-        same = started is None or abs(found.create_time() - started) < _SAME_START_S
+        if key:
+            same = start_key(pid) == key
+        else:
+            same = started is None or abs(found.create_time() - started) < _SAME_START_S
         return found if same and found.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
@@ -131,8 +152,15 @@ async def end_child(
 
 def _wait(processes: Collection[psutil.Process], timeout_s: float) -> tuple[psutil.Process, ...]:
     deadline = time.monotonic() + timeout_s
-    while left := tuple(each for each in processes if find(each.pid, each.create_time()) is not None):
+    while left := tuple(each for each in processes if _runs(each)):
         if time.monotonic() >= deadline:
             break
         time.sleep(_POLL_S)
     return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -145,14 +145,27 @@ class MachineFence:
             await asyncio.sleep(_POLL_S)
 
     def _kill_holder(self, descriptor: int) -> None:
-        inode = os.fstat(descriptor).st_ino
+        file = os.fstat(descriptor)
         for line in _LOCKS.read_text().splitlines():
             # As in "1: FLOCK  ADVISORY  WRITE 4711 00:2b:1234 0 EOF"; waiting ones have an arrow.
             _, kind, *rest = line.split()
-            if kind == "FLOCK" and rest[3].rpartition(":")[2] == str(inode) and int(rest[2]) != os.getpid():
-                log.warning("the controller with pid %s is paused within an order: it is killed", rest[2])
+            if kind != "FLOCK" or rest[3].rpartition(":")[2] != str(file.st_ino):
+                continue
+            pid = int(rest[2])
+            if pid != os.getpid() and _has_open(pid, file):
+                log.warning("the controller with pid %d is paused within an order: it is killed", pid)
                 with suppress(ProcessLookupError):
-                    os.kill(int(rest[2]), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    """Whether the process has the file open. Its inode number alone may be that of a file elsewhere.
+
+    The device in ``/proc/locks`` does not tell: on btrfs and overlayfs ``stat`` gives another one.
+    """
+    with suppress(OSError):  # it has ended, or is another user's
+        return any(os.path.samestat(file, each.stat()) for each in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def _term(descriptor: int) -> int:

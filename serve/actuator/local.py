@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import psutil
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed
@@ -29,7 +30,7 @@ from serve.actuator.serve_application_status import required_resources
 from serve.host.gpu_group_host import HostProcessSpec
 from serve.host.weight_verification import ResolvedWeights
 from store.log_file import RotatingLog
-from store.os_process import end_all, find, started_at, terminate
+from store.os_process import end_all, find, start_key, started_at, terminate
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -41,11 +42,24 @@ NOTICED_S = 10.0
 BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 
-class HostProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A host process and its ``gpus``; ``created`` distinguishes it from a later one with the same id."""
+class _ProcessId(msgspec.Struct, frozen=True, kw_only=True):
+    """A process; ``start_key`` distinguishes it from a later one with the same id.
+
+    The record of a version that kept no key has an empty one: ``created`` (Unix seconds) does so then.
+    """
 
     pid: int
     created: float
+    start_key: str = ""
+
+    def process(self) -> psutil.Process | None:
+        """The running process, if there is one."""
+        return find(self.pid, self.created, self.start_key)
+
+
+class HostProcess(_ProcessId, frozen=True, kw_only=True):
+    """A host process and its ``gpus``."""
+
     replica: str
     leaving: bool = False
     gpus: GpuGrant = GpuGrant()
@@ -63,11 +77,6 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
     retry_at: float = 0.0
     deleted: bool = False
-
-
-class _ProcessId(msgspec.Struct, frozen=True):
-    pid: int
-    created: float
 
 
 class _ForeignRecord(msgspec.Struct, frozen=True):
@@ -180,7 +189,7 @@ class LocalActuator:
         async with self._lock:
             record = self._records.get(key)
             for process in record.processes if record is not None else ():
-                found = find(process.pid, process.created)
+                found = process.process()
                 if same_host(process.replica, replica) and found is not None:
                     # Its engine ends too: its standard input closes.
                     found.kill()
@@ -202,8 +211,8 @@ class LocalActuator:
         self._records.clear()
         self._save()
 
-    async def _end(self, processes: Sequence[HostProcess | _ProcessId]) -> None:
-        running = [found for p in processes if (found := find(p.pid, p.created)) is not None]
+    async def _end(self, processes: Sequence[_ProcessId]) -> None:
+        running = [found for p in processes if (found := p.process()) is not None]
         # The engine of a killed host ends too: its standard input closes.
         await asyncio.to_thread(end_all, running, GRACE_S)
 
@@ -215,7 +224,7 @@ class LocalActuator:
         record = self._records[key]
         for pid in [pid for pid, child in self._children.items() if child.returncode is not None]:
             del self._children[pid]
-        living = tuple(p for p in record.processes if find(p.pid, p.created) is not None)
+        living = tuple(_with_key(p) for p in record.processes if p.process() is not None)
         died = sum(not p.leaving for p in record.processes) > sum(not p.leaving for p in living)
         record = msgspec.structs.replace(record, processes=living)
         # What ended before this process began, as in a power cut, is no failure of a start; and what ended
@@ -245,7 +254,7 @@ class LocalActuator:
         # The newest are removed first: the oldest has the warmest caches.
         removed = staying[record.wanted :]
         for process in removed:
-            if (found := find(process.pid, process.created)) is not None:
+            if (found := process.process()) is not None:
                 terminate(found)
         kept = tuple(msgspec.structs.replace(p, leaving=p.leaving or p in removed) for p in record.processes)
         self._put(msgspec.structs.replace(record, processes=kept))
@@ -291,7 +300,9 @@ class LocalActuator:
         # A process that ended at once has no start time; the next call counts it as failed.
         created = started_at(child.pid) or 0.0
         self._children[child.pid] = child
-        process = HostProcess(pid=child.pid, created=created, replica=replica, gpus=gpus)
+        process = HostProcess(
+            pid=child.pid, created=created, replica=replica, gpus=gpus, start_key=start_key(child.pid)
+        )
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
         try:
             self._put(record)
@@ -314,6 +325,13 @@ class LocalActuator:
         self._unsaved = True
         self._state.save(self._path, list(self._records.values()))
         self._unsaved = False
+
+
+def _with_key(process: HostProcess) -> HostProcess:
+    """A running process, with the key that an earlier version did not record."""
+    return (
+        process if process.start_key else msgspec.structs.replace(process, start_key=start_key(process.pid))
+    )
 
 
 def _visible(gpus: GpuGrant) -> dict[str, str]:

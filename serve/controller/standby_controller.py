@@ -113,6 +113,9 @@ class ElectedController:
         self, app: ElectedControllerApp, stopping: asyncio.Event, *others: asyncio.Task[None]
     ) -> None:
         term = self.leadership.term
+        if not self.leadership.leads():
+            # The process was paused since it won: the term may be that of its successor.
+            raise NotLeader(f"this controller does not lead any more, in term {term}")
         state = self.state_of(term)
         state.claim()
         async with passed(self.fence, term):

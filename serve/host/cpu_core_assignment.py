@@ -12,15 +12,20 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from store.os_process import find, start_key
 from store.state_dir import private_directory
 
 
 class CoreSet(msgspec.Struct, frozen=True):
-    """Cores claimed by the process ``pid`` that started at ``created``."""
+    """Cores claimed by the process ``pid`` that started at ``created`` and has the ``start_key``.
+
+    The key is empty in a claim of a version that kept none.
+    """
 
     pid: int
     created: float
     cores: tuple[int, ...]
+    start_key: str = ""
 
 
 @contextmanager
@@ -31,18 +36,15 @@ def _claims(path: Path) -> Iterator[list[CoreSet]]:
         file.seek(0)
         data = file.read()
         kept = msgspec.json.decode(data, type=list[CoreSet]) if data else []
-        live = [claim for claim in kept if _alive(claim)]
+        live = [
+            claim if claim.start_key else msgspec.structs.replace(claim, start_key=start_key(claim.pid))
+            for claim in kept
+            if find(claim.pid, claim.created, claim.start_key) is not None
+        ]
         yield live
         file.seek(0)
         file.truncate()
         file.write(msgspec.json.encode(live))
-
-
-def _alive(claim: CoreSet) -> bool:
-    try:
-        return abs(psutil.Process(claim.pid).create_time() - claim.created) < 1.0
-    except psutil.Error:
-        return False
 
 
 def claim_cores(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -55,7 +57,8 @@ def claim_cores(path: Path, count: int, cores: tuple[int, ...] | None = None) ->
     with _claims(path) as live:
         taken = Counter(core for held in live for core in held.cores)
         chosen = tuple(sorted(sorted(available, key=lambda core: (taken[core], core))[:count]))
-        live.append(CoreSet(os.getpid(), psutil.Process().create_time(), chosen))
+        this = os.getpid()
+        live.append(CoreSet(this, psutil.Process(this).create_time(), chosen, start_key(this)))
     return chosen
 
 

@@ -26,7 +26,7 @@ from serve.host.replica_host import HostSpec, ReplicaHost
 from serve.host.shared_gpu_locks import GpuLocks, open_lock, try_lock
 from serve.host.time_shared_engine import EngineSlot, TimeSharedGpuAccess
 from store.log_file import RotatingLog
-from store.os_process import end_all, find, started_at, terminate
+from store.os_process import end_all, find, start_key, started_at, terminate
 from store.state_dir import StateDir, default_root, own_directory, private_directory, write_atomic
 
 log = logging.getLogger("tidegate.host")
@@ -69,10 +69,12 @@ class GroupEngineProcess(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = ""
     pid: int = 0
     created: float = 0.0
+    # Empty in the record of a version that kept none.
+    start_key: str = ""
 
     def process(self) -> psutil.Process | None:
         """The running process, if there is one."""
-        return find(self.pid, self.created) if self.pid else None
+        return find(self.pid, self.created, self.start_key) if self.pid else None
 
 
 class GpuGroupHost:
@@ -177,6 +179,8 @@ class GpuGroupHost:
         if process is not None:
             if self._is_hung(member.replica):
                 process.kill()
+            if not member.start_key:
+                member = msgspec.structs.replace(member, start_key=start_key(member.pid))
             return member
         if member.pid:
             self._signs.pop(member.replica, None)
@@ -190,11 +194,12 @@ class GpuGroupHost:
         except OSError as error:
             log.warning("a host of shape %s cannot be started: %s", shape, error)
             return _failed(member, now, 0.0)
-        created = time.time()
+        created, key = time.time(), ""
         # Whatever prevents a look at it, a process that was started is not lost.
         with contextlib.suppress(OSError):
             created = started_at(pid) or created
-        return msgspec.structs.replace(member, pid=pid, created=created, replica=name)
+            key = start_key(pid)
+        return msgspec.structs.replace(member, pid=pid, created=created, start_key=key, replica=name)
 
     def _is_hung(self, replica: str) -> bool:
         """Whether a host showed no sign of life for too long; the clock of the machine does not count."""

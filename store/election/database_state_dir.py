@@ -31,10 +31,13 @@ class DatabaseStateDir(StateDir):
     def claim(self) -> None:
         """Begin the term; the deployment of this directory counts where there is none in the database.
 
-        Raises :class:`policy.errors.NotLeader` for a term that is over.
+        Raises :class:`policy.errors.NotLeader` for a term that is over, and for one that was claimed: two
+        processes win the same term where the lease was deleted between.
         """
         with self.database.writing() as connection:
             self._check(connection)
+            if counter(connection, TERM) == self.term:
+                raise NotLeader(f"another controller has begun term {self.term}")
             connection.execute(update(counters).where(counters.c.name == TERM).values(value=self.term))
             if _read(connection, self.deployment_path.name) is None:
                 _write(connection, self.deployment_path.name, self.deployment_path.read_bytes())

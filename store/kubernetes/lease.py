@@ -89,7 +89,7 @@ class KubernetesLeaseStore:
         )
         known, _ = self._known
         # Times lose digits on their way: the value that was written stays the one that is known.
-        same = known is not None and (known.term, known.renewals) == (lease.term, lease.renewals)
+        same = known is not None and _version(known) == _version(lease)
         self._known = known if same else lease, found.metadata.resource_version
 
     def _document(self, lease: LeaderLease, version: str) -> dict[str, Any]:
@@ -129,6 +129,11 @@ class KubernetesLeaseStore:
         raise Unreachable(
             f"the Lease {self._named.name}: the API server answered {answer.status_code}: {text}"
         )
+
+
+def _version(lease: LeaderLease) -> tuple[str, int, int]:
+    """What another value differs in, also that of another process after the Lease was deleted."""
+    return "" if lease.released else lease.holder, lease.term, lease.renewals
 
 
 def _time(at: float) -> str:

@@ -147,6 +147,17 @@ def test_a_renewal_whose_outcome_is_unknown_gives_no_time_but_a_read_shows_it() 
     assert leader.leads(13.0)
 
 
+def test_a_lease_that_is_deleted_begins_no_term_again() -> None:
+    leader, lease = elected()
+    stand_by = LeaderElector("two", "a:2", LEASE_S)
+    stand_by.observe(lease, 0.0)
+    for each in (stand_by, leader):
+        each.observe(None, 1.0)
+        assert each.term == 0 and not each.leads(1.0)
+        taken = each.proposal(1.0, at=0.0)
+        assert taken is not None and taken.term == lease.term + 1
+
+
 def test_a_lease_that_is_released_is_taken_at_once() -> None:
     leader, _ = elected()
     released = leader.release(at=3.0)

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import cast
 
+import psutil
 import pytest
 
-from store.os_process import end_all, end_child, find, started_at
+from store.os_process import end_all, end_child, find, start_key, started_at
 
 pytestmark = pytest.mark.process
 
@@ -34,6 +35,25 @@ def test_a_process_is_distinguished_from_a_later_one_with_its_id(stubborn: subpr
     assert find(stubborn.pid) is not None
     assert find(stubborn.pid, started) is not None
     assert find(stubborn.pid, started - 10.0) is None
+
+
+def test_a_clock_that_is_set_makes_no_other_process(
+    stubborn: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, key = started_at(stubborn.pid), start_key(stubborn.pid)
+    found = find(stubborn.pid, started, key)
+    assert found is not None
+    booted = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 3600.0)
+    assert find(stubborn.pid, started) is None
+    assert find(stubborn.pid, started, key) == found
+    boot, _, ticks = key.partition("-")
+    assert find(stubborn.pid, started, f"{boot}-{int(ticks) + 1}") is None
+    assert find(stubborn.pid, started, f"{int(boot, 16) ^ 1:016x}-{ticks}") is None
+    # It ignores SIGTERM, and does not count as ended before SIGKILL.
+    assert end_all([found], 0.1) == ()
+    assert stubborn.wait() == -9
+    assert start_key(stubborn.pid) == ""
 
 
 def test_sigkill_follows_sigterm_and_a_zombie_counts_as_ended(stubborn: subprocess.Popen[bytes]) -> None:

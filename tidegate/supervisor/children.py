@@ -90,7 +90,10 @@ class SupervisedProcess:
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             self.started_at = loop.time()
-            await self._run_once()
+            try:
+                await self._run_once()
+            except Exception as error:  # noqa: BLE001 - whatever fails after an exit, it is started again
+                self.note(f"the exit of {self.spec.name} could not be handled: {error}")
             if self._stopping.is_set():
                 return
             self.failures = failures_after(self.failures, loop.time() - self.started_at, STABLE_S)

@@ -11,22 +11,26 @@ from collections.abc import Callable, Iterable
 import msgspec
 import psutil
 
-from store.os_process import end_all, find, started_at
+from store.os_process import end_all, find, start_key, started_at
 from store.state_dir import StateDir
 
 
 class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of ours; ``created_at`` distinguishes it from a later one with the same pid."""
+    """A process of ours; ``start_key`` distinguishes it from a later one with the same pid.
+
+    The record of a version that kept no key has an empty one: ``created_at`` (Unix seconds) does so then.
+    """
 
     name: str
     pid: int
     created_at: float
+    start_key: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
     def process(self) -> psutil.Process | None:
-        return find(self.pid, self.created_at)
+        return find(self.pid, self.created_at, self.start_key)
 
 
 class ProcessRecord:
@@ -54,7 +58,9 @@ class ProcessRecord:
         self.started.add(pid)
         if (created_at := started_at(pid)) is None:
             return
-        self.entries[pid] = RecordedProcess(name=name, pid=pid, created_at=created_at)
+        self.entries[pid] = RecordedProcess(
+            name=name, pid=pid, created_at=created_at, start_key=start_key(pid)
+        )
         self._save()
 
     def snapshot(self) -> None:
@@ -71,7 +77,10 @@ class ProcessRecord:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     self.entries[process.pid] = RecordedProcess(
-                        name=process.name(), pid=process.pid, created_at=process.create_time()
+                        name=process.name(),
+                        pid=process.pid,
+                        created_at=process.create_time(),
+                        start_key=start_key(process.pid),
                     )
         if self.entries != self._saved:
             with contextlib.suppress(OSError):

@@ -346,9 +346,11 @@ class Supervisor:
         self._progress.emit(ProgressEvent(kind="note", message=message))
 
     def _forget_metrics(self, pid: int) -> None:
-        # Gauges of live processes would include the dead worker; counters are kept and summed.
-        for path in self._state.metrics_dir.glob(f"gauge_live*_{pid}.db"):
-            path.unlink(missing_ok=True)
+        # Gauges of live processes would include the dead worker; counters are kept and summed. Without
+        # descriptors for a look into the folder, the next worker that collects its metrics removes them.
+        with contextlib.suppress(OSError):
+            for path in self._state.metrics_dir.glob(f"gauge_live*_{pid}.db"):
+                path.unlink(missing_ok=True)
 
     async def _keep_record(self) -> None:
         while True:

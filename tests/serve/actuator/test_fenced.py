@@ -60,5 +60,14 @@ async def test_who_is_paused_within_an_order_is_killed_by_who_comes_next(
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"held\n"
     holder.send_signal(signal.SIGSTOP)
+    # It holds the lock of a file on another file system, which has the same inode number there.
+    bystander = await asyncio.create_subprocess_exec("sleep", "600")
+    inode = (tmp_path / "t").stat().st_ino
+    locks = tmp_path / "locks"
+    other = f"0: FLOCK  ADVISORY  WRITE {bystander.pid} 00:99:{inode} 0 EOF\n"
+    locks.write_text(other + fenced._LOCKS.read_text())
+    monkeypatch.setattr(fenced, "_LOCKS", locks)
     async with MachineFence(tmp_path / "t").passed(2):
         assert await holder.wait() == -signal.SIGKILL
+    bystander.terminate()
+    assert await bystander.wait() == -signal.SIGTERM

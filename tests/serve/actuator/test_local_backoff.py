@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from policy.config.deployment import Cluster
 from policy.scaling.reconcile_steps import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator.interface import ActuatorLayer
 from serve.actuator.local import LayerRecord, LocalActuator
-from store.os_process import find
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment
 
@@ -156,7 +156,7 @@ async def kill_all(site: Site) -> None:
     for process in running:
         os.kill(process.pid, signal.SIGKILL)
     async with asyncio.timeout(60):
-        while any(find(process.pid, process.created) for process in running):  # noqa: ASYNC110 - no event
+        while any(process.process() for process in running):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.001)
 
 
@@ -181,6 +181,27 @@ async def test_hosts_that_ended_before_a_controller_began_are_no_failures(site: 
     held = await site.layer()
     assert (held.trouble, held.retry_at, site.record.failures) == ("", None, 0)
     assert len(site.record.processes) == 4
+
+
+@pytest.mark.parametrize("shifted_s", [0.5, 3600.0])
+async def test_hosts_are_found_again_by_a_controller_after_the_clock_was_set(
+    site: Site, shifted_s: float
+) -> None:
+    await start(site, 2)
+    before = site.record
+    # What a record of that time says after the clock was set. An earlier version kept no key.
+    earlier = shifted_s < 1
+    moved = [
+        replace(p, created=p.created - shifted_s, start_key="" if earlier else p.start_key)
+        for p in before.processes
+    ]
+    site.disk.save(site.disk.hosts_path, [replace(before, processes=tuple(moved))])
+    await site.actuator.close()
+    site.restart()
+    assert (await site.layer()).trouble == ""
+    assert [(p.pid, p.start_key) for p in site.record.processes] == [
+        (p.pid, p.start_key) for p in before.processes
+    ]
 
 
 async def test_a_host_that_leaves_does_not_end_the_backoff(site: Site) -> None:

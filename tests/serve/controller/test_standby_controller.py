@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from policy.errors import NotLeader
+from policy.leader_election import LeaderLease
 from serve.controller.leadership_lease import Leadership
 from serve.controller.standby_controller import ElectedController
 from store.database import Database
-from store.election.database_state_dir import DatabaseStateDir
+from store.election.database_state_dir import DatabaseStateDir, highest_term
 from tests.gateway.worker import until
 from tests.ports import free_ports
 from tests.serve.controller.test_leadership_lease import Store
@@ -95,6 +97,31 @@ async def test_two_that_end_at_once_leave_no_replica(site: Site, first: int) -> 
         site.stopping[number].set()
     await asyncio.gather(*site.running)
     assert site.ended_in
+
+
+async def test_a_controller_that_was_deposed_before_it_began_claims_no_term(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/t.db")
+    store = Store()
+    store.lease = LeaderLease(holder="b", address="b:1", term=5, lease_s=600.0)
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    leadership = Leadership(store, address, LEASE_S, wall=time.time, monotonic=time.monotonic)
+    state = DatabaseStateDir(tmp_path, database, 5).ensure()
+    (tmp_path / "deployment.json").write_text(json.dumps(document()))
+    elected = ElectedController(
+        leadership,
+        state_of=lambda term: state,
+        actuator_of=lambda state: MemoryActuator(MemoryCluster(lambda replica: None)),
+        fence=None, secret="s", address=address, listen=address, addresses=address,
+    )  # fmt: skip
+    running = asyncio.create_task(elected.run(asyncio.Event()))
+    await until(lambda: leadership.term == 5, "its successor leads")
+    # It won, and was paused before it looked at its term.
+    leadership.won.set()
+    with pytest.raises(NotLeader):
+        await running
+    assert highest_term(database) == 0
+    database.close()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from serve.host import cpu_core_assignment
 from serve.host.cpu_core_assignment import CoreSet
@@ -59,6 +60,18 @@ def test_a_recycled_process_id_does_not_inherit_claims(path: Path) -> None:
     path.write_bytes(msgspec.json.encode([earlier]))
     assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
     assert [claim.cores for claim in kept(path)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("shifted_s", [1.5, 100.0])
+def test_claims_outlast_a_clock_that_is_set(path: Path, shifted_s: float) -> None:
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
+    (claim,) = kept(path)
+    # A claim of an earlier version has no key.
+    key = claim.start_key if shifted_s > 2 else ""
+    moved = replace(claim, created=claim.created - shifted_s, start_key=key)
+    path.write_bytes(msgspec.json.encode([moved]))
+    assert cpu_core_assignment.claim_cores(path, 2, ALL) == (2, 3)
+    assert [each.start_key for each in kept(path)] == [claim.start_key] * 2
 
 
 def test_only_cores_of_the_process_affinity_are_claimed(path: Path) -> None:

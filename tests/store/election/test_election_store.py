@@ -62,6 +62,9 @@ def test_a_leader_finds_the_state_of_the_one_before_which_writes_no_more(
         one.save(one.targets_path, {"m": 4})
     with pytest.raises(NotLeader):
         one.claim()
+    # A process that won the same term, after the lease was deleted.
+    with pytest.raises(NotLeader, match="has begun term 2"):
+        DatabaseStateDir(tmp_path / "2", database, 2).claim()
     assert two.load(two.targets_path, dict[str, int]) == {"m": 3}
     # What only this host needs stays a file.
     one.save(one.controller_run_path, 5)

@@ -95,6 +95,13 @@ def test_one_of_two_candidates_replaces_the_lease(api: ApiServer) -> None:
     assert two.replace(other, replace(other, renewals=1, released=True))
     released = one.read()
     assert released is not None and (released.released, released.address) == (True, "b:1")
+    # The Lease is deleted, and another process takes the same term, with as many renewals.
+    api.found = None
+    assert two.read() is None and two.replace(None, other) and one.read() == other
+    api.found = None
+    mine = replace(other, holder="a 1", address="a:1")
+    assert two.read() is None and two.replace(None, mine)
+    assert one.read() == mine
     api.found = None
     assert not two.replace(two.read() or other, other) and two.read() is None
 

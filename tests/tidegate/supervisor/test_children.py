@@ -60,6 +60,28 @@ async def test_a_preparation_that_fails_is_a_failed_start(child: SupervisedProce
     assert not child.pid
 
 
+async def test_a_child_whose_exit_cannot_be_handled_is_started_again_and_stopped(
+    child: SupervisedProcess,
+) -> None:
+    notes: list[str] = []
+    child.note = notes.append
+
+    def full(pid: int) -> None:
+        raise OSError(errno.ENFILE, "too many open files in system")
+
+    child.on_exit = full
+    child.start()
+    await until(lambda: child.pid)
+    child.kill()
+    await until(lambda: child.restarts == 1 and child.pid)
+    assert notes == [
+        "the exit of sleeper could not be handled: [Errno 23] too many open files in system",
+        "sleeper exited (SIGKILL); restart in 0.0 s",
+    ]
+    await child.stop(60.0)
+    assert not child.pid
+
+
 async def test_no_process_is_started_for_a_stop_during_a_preparation(child: SupervisedProcess) -> None:
     preparing = asyncio.Event()
     go_on = asyncio.Event()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from store.state_dir import StateDir
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess
@@ -48,6 +49,21 @@ def test_a_snapshot_records_descendants_and_drops_ended_processes(tmp_path: Path
     first.wait()
     record.snapshot()
     assert first.pid not in set(ProcessRecord(state).entries)
+
+
+def test_a_process_is_ended_by_its_record_after_the_clock_was_set(tmp_path: Path, processes: Pair) -> None:
+    state = StateDir(tmp_path)
+    record = ProcessRecord(state)
+    record.add("sleeper", processes[0].pid)
+    record.started.add(processes[1].pid)
+    record.snapshot()
+    moved = [replace(entry, created_at=entry.created_at - 3600) for entry in record.entries.values()]
+    state.save(state.processes_path, moved)
+    pids = {process.pid for process in processes}
+    entries = [entry for entry in ProcessRecord(state).living() if entry.pid in pids]
+    assert {entry.pid for entry in entries} == pids
+    assert ProcessRecord(state).end(entries, lambda entry: None) == ()
+    assert [process.wait() for process in processes] == [-15, -15]
 
 
 def test_a_snapshot_that_a_full_disk_refuses_is_written_later(tmp_path: Path, processes: Pair) -> None:
