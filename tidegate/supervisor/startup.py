@@ -1,4 +1,4 @@
-"""The steps of a start: environment, model, ray, replica, gateway, server."""
+"""The steps of a start: environment, model, ray, replica, gateway, server. The gateway runs from the second on."""
 
 from __future__ import annotations
 
@@ -80,10 +80,11 @@ class Startup:
             await self._elected_controller()
             return
         self._environment()
+        # The gateway starts first: weights may take an hour to fetch and Ray seconds to import, while probes ask
+        # its ports and it can queue requests.
+        self._gateway_workers()
         if not self.remote:
             await self._models()
-        # The gateway starts before Ray: its imports take seconds, and it can queue requests.
-        self._gateway_workers()
         if self.deployment.needs_controller and not self.remote:
             if self.ray and self.deployment.deploys:
                 await self._ray()
