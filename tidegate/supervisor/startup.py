@@ -1,4 +1,4 @@
-"""The steps of a start: environment, model, ray, replica, gateway, server. The gateway runs from the second on."""
+"""The steps of a start: environment, model, ray, replica, gateway, server."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Startup:
             await self._elected_controller()
             return
         self._environment()
-        # The gateway starts first: weights may take an hour to fetch and Ray seconds to import, while probes ask
-        # its ports and it can queue requests.
+        # The gateway starts first: it can queue requests and answer probes while weights are fetched, which may
+        # take an hour, and while Ray is imported.
         self._gateway_workers()
         if not self.remote:
             await self._models()

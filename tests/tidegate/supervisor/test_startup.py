@@ -1,4 +1,4 @@
-"""The gateway is there before weights are, and a head of Ray that dies is started again with its controller."""
+"""The gateway is there before weights are, and a head of Ray that dies is started again."""
 
 from __future__ import annotations
 
