@@ -6,6 +6,7 @@ scaled. Models that Tidegate starts itself run in one pod with their GPUs or cor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: ManifestOpti
         objects += [_disruption_budget(options), _autoscaler(options)]
     if options.service_monitor:
         objects.append(_service_monitor(deployment.gateway, options))
-    return KubernetesManifests(objects, _notes(deployment, options))
+    return KubernetesManifests(objects, _notes(raw, deployment, options))
 
 
 def _parts(deployment: Deployment, options: ManifestOptions) -> list[_Part]:
@@ -330,7 +331,7 @@ def _service_monitor(gateway: GatewayConfig, options: ManifestOptions) -> Kubern
     return object_of("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
 
 
-def _notes(deployment: Deployment, options: ManifestOptions) -> list[str]:
+def _notes(raw: dict[str, Any], deployment: Deployment, options: ManifestOptions) -> list[str]:
     name = secret_name(options)
     notes = [
         f"the pods share a secret: kubectl -n {options.namespace} create secret generic {name}"
@@ -348,4 +349,20 @@ def _notes(deployment: Deployment, options: ManifestOptions) -> list[str]:
             notes.append(f"{section}.host is {port.host}: it cannot be reached from outside the pod")
     if deployment.deploys:
         notes.append("the models run in one pod, on one node")
+    if files := sorted(set(_files(raw))):
+        notes.append(f"mount these files in all pods, the controller's too: {', '.join(files)}")
     return notes
+
+
+def _files(raw: object, key: str = "") -> Iterator[str]:
+    """The files that the content of a deployment file names, where they stand in ``raw`` under ``key``."""
+    if isinstance(raw, dict):
+        for name, value in raw.items():
+            yield from _files(value, name)
+    elif isinstance(raw, list):
+        for value in raw:
+            yield from _files(value, key)
+    elif isinstance(raw, str):
+        is_path = key in ("source", "path") and raw.startswith((".", "/", "~"))
+        if raw and (is_path or key == "file" or key.endswith("_file")):
+            yield raw
