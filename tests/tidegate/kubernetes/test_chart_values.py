@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tidegate.kubernetes.test_chart import VALUES, objects
+from tests.tidegate.kubernetes.test_chart import VALUES, containers, objects, of
 from tests.tidegate.kubernetes.validity import check, pods
 
 
@@ -25,3 +25,27 @@ def test_files_of_the_deployment_are_mounted_in_all_pods(name: str) -> None:
         if each["kind"] in ("Deployment", "StatefulSet", "RayCluster"):
             check(each)
     assert seen > 1
+
+
+@pytest.mark.parametrize(
+    ("tag", "cpu", "gpu"),
+    [
+        ("", "0.1.0-cpu", "0.1.0-gpu"),
+        ("0.1.1", "0.1.1-cpu", "0.1.1-gpu"),
+        ("0.2.0rc1", "0.2.0rc1-cpu", "0.2.0rc1-gpu"),
+        ("0.1.1-gpu", "0.1.1-gpu", "0.1.1-gpu"),
+        ("main", "main", "main"),
+    ],
+)
+def test_a_version_has_an_image_for_pods_with_gpus_and_one_for_others(tag: str, cpu: str, gpu: str) -> None:
+    for name in ("gpu", "multi-node"):
+        own = VALUES[name]["routerSpec"]
+        for container in containers(objects(VALUES[name] | {"routerSpec": own | {"tag": tag}})):
+            has_gpus = "nvidia.com/gpu" in container["resources"].get("limits", {})
+            assert container["image"] == f"tidegate:{gpu if has_gpus else cpu}"
+
+
+def test_pods_of_a_ray_cluster_are_recreated_by_an_upgrade() -> None:
+    (cluster,) = of(objects(VALUES["multi-node"]), "RayCluster")
+    check(cluster)
+    assert cluster["spec"]["upgradeStrategy"] == {"type": "Recreate"}

@@ -176,8 +176,10 @@ namespaces: {{ toJson $namespaces }}
 labelled: {{ toJson $labelled }}
 {{- end }}
 
+{{/* The image of a "kind": a version has one for pods with GPUs, and one for others. Other tags are taken as they are. */}}
 {{- define "tidegate.image" -}}
-{{ .Values.routerSpec.repository }}:{{ .Values.routerSpec.tag | default (printf "%s-%s" .Chart.AppVersion .kind) }}
+{{- $tag := .Values.routerSpec.tag | default .Chart.AppVersion | toString -}}
+{{ .Values.routerSpec.repository }}:{{ $tag }}{{ if regexMatch "^v?[0-9]+([.][0-9]+)+([a-z]+[0-9]+)?$" $tag }}-{{ .kind }}{{ end }}
 {{- end }}
 
 {{/* The environment of each container of Tidegate. */}}
