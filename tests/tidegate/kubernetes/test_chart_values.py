@@ -49,3 +49,20 @@ def test_pods_of_a_ray_cluster_are_recreated_by_an_upgrade() -> None:
     (cluster,) = of(objects(VALUES["multi-node"]), "RayCluster")
     check(cluster)
     assert cluster["spec"]["upgradeStrategy"] == {"type": "Recreate"}
+
+
+def test_zeros_are_kept() -> None:
+    (model, *_) = VALUES["vllm-pods"]["servingEngineSpec"]["modelSpec"]
+    for given, replicas, grace in (({}, 1, 630), ({"replicaCount": 0, "drainSeconds": 0}, 0, 30)):
+        plain = {key: value for key, value in model.items() if key != "replicaCount"}
+        pod = of(objects({"servingEngineSpec": {"modelSpec": [plain | given]}}), "Deployment")
+        (vllm,) = [each["spec"] for each in pod if each["metadata"]["name"].endswith("vllm-llama")]
+        assert vllm["replicas"] == replicas
+        assert vllm["template"]["spec"]["terminationGracePeriodSeconds"] == grace
+    values = VALUES["multi-node"]
+    (group,) = values["rayClusterSpec"]["workerGroups"]
+    for given, bounds in (({"minReplicas": 0}, (0, 4)), ({"minReplicas": None, "maxReplicas": None}, (2, 2))):
+        ray = values["rayClusterSpec"] | {"workerGroups": [group | given]}
+        (cluster,) = of(objects(values | {"rayClusterSpec": ray}), "RayCluster")
+        (workers,) = cluster["spec"]["workerGroupSpecs"]
+        assert (workers["minReplicas"], workers["maxReplicas"]) == bounds

@@ -24,6 +24,11 @@ labels:
 {{ .Values.secret.name | default (printf "%s-secret" (include "tidegate.name" .)) }}
 {{- end }}
 
+{{/* A value that may be 0, or what stands for none: (dict "value" VALUE "default" DEFAULT). */}}
+{{- define "tidegate.given" -}}
+{{ kindIs "invalid" .value | ternary .default .value }}
+{{- end }}
+
 {{- define "tidegate.vllm" -}}
 {{ include "tidegate.name" .root }}-vllm-{{ .spec.name }}
 {{- end }}
