@@ -16,6 +16,7 @@ from policy.config.convert import require
 from policy.config.deployment import Deployment, GatewayConfig
 from policy.config.port_conflicts import is_loopback
 from policy.deployment_file.parse import parse
+from policy.types import EngineKind
 from tidegate.kubernetes import controller_manifests
 from tidegate.kubernetes.object_metadata import KubernetesObject, ManifestOptions, labels_of, named, object_of
 from tidegate.kubernetes.rbac import access, is_scaled
@@ -73,8 +74,16 @@ class _Probed:
 def manifests(raw: dict[str, Any], deployment: Deployment, options: ManifestOptions) -> KubernetesManifests:
     """The manifests of ``deployment``, whose file's content is ``raw``.
 
-    Raises :class:`policy.errors.ConfigError` for several controllers that cannot elect their leader.
+    Raises :class:`policy.errors.ConfigError` for several controllers that cannot elect their leader, and for
+    models with GPUs whose number the budget does not say.
     """
+    on_gpus = any(
+        spec.engine is EngineKind.VLLM and shape.gpus
+        for spec in deployment.models
+        for shape in spec.shapes.values()
+    )
+    wanted = "the number of GPUs of the pod: shapes of its models have GPUs"
+    require(deployment.budget.gpus or not on_gpus, "budget.gpus", deployment.budget.gpus, wanted)
     alone = "1: no controller of its own scales external models"
     require(options.controllers == 1 or is_scaled(deployment), "--controllers", options.controllers, alone)
     if is_scaled(deployment):

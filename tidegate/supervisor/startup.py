@@ -80,8 +80,8 @@ class Startup:
             await self._elected_controller()
             return
         self._environment()
-        # The gateway starts first: it can queue requests and answer probes while weights are fetched, which may
-        # take an hour, and while Ray is imported.
+        # The gateway starts first: it can queue requests and answer probes while weights are fetched, which
+        # may take an hour, and while Ray is imported.
         self._gateway_workers()
         if not self.remote:
             await self._models()

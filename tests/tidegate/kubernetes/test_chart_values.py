@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-
 import pytest
+import yaml
 
-from tests.tidegate.kubernetes.test_chart import VALUES, containers, objects, of
+from policy.deployment_file.parse import parse
+from policy.errors import ConfigError
+from tests.tidegate.kubernetes.test_chart import LLAMA, VALUES, containers, objects, of
 from tests.tidegate.kubernetes.validity import check, pods
+from tidegate.kubernetes.manifests import manifests
+from tidegate.kubernetes.object_metadata import ManifestOptions
 
 
 @pytest.mark.parametrize("name", ["vllm-pods", "stand-by", "multi-node", "multi-node stand-by"])
@@ -66,3 +70,15 @@ def test_zeros_are_kept() -> None:
         (cluster,) = of(objects(values | {"rayClusterSpec": ray}), "RayCluster")
         (workers,) = cluster["spec"]["workerGroupSpecs"]
         assert (workers["minReplicas"], workers["maxReplicas"]) == bounds
+
+
+def test_a_pod_with_gpus_needs_their_number() -> None:
+    document = yaml.safe_load(LLAMA["deployment"])
+    del document["budget"]
+    values = {"deployment": yaml.safe_dump(document)}
+    with pytest.raises(Exception, match=r"budget\.gpus: expected the number of GPUs"):
+        objects(VALUES["gpu"] | values)
+    with pytest.raises(ConfigError, match="the number of GPUs"):
+        manifests(document, parse(document), ManifestOptions("g", "n", "i"))
+    # On a Ray cluster its groups of workers say it.
+    assert objects(VALUES["multi-node"] | values)

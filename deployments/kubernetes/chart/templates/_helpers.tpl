@@ -111,6 +111,7 @@ labels:
 {{- $gateway := $document.gateway | default dict -}}
 {{- $budget := $document.budget | default dict -}}
 {{- $external := true -}}
+{{- $onGpus := false -}}
 {{- $scaled := false -}}
 {{- $drain := 0 -}}
 {{- $namespaces := dict -}}
@@ -119,6 +120,7 @@ labels:
 {{- if ne (.engine | default "vllm") "external" -}}
 {{- $external = false -}}
 {{- end -}}
+{{- if eq (.engine | default "vllm") "vllm" }}{{ range .shapes }}{{ if .gpus }}{{ $onGpus = true }}{{ end }}{{ end }}{{ end -}}
 {{- range .shapes }}{{ if .workload }}{{ $scaled = true }}{{ end }}{{ end -}}
 {{- $model := . -}}
 {{- with (.discovery | default dict).kubernetes }}{{ if not .api -}}
@@ -171,6 +173,7 @@ ready: /readyz
 {{- end }}
 cpus: {{ $budget.cpus | default 0 }}
 gpus: {{ $budget.gpus | default 0 }}
+onGpus: {{ $onGpus }}
 {{- $controllerPort := regexFind "[0-9]+$" ($cluster.controller | default "7070") }}
 controllerPort: {{ $controllerPort }}
 controllers: {{ ternary $cluster.controller (printf "%s-controller:%s" (include "tidegate.name" .) $controllerPort) $elected }}
