@@ -6,6 +6,7 @@ scaled. Models that Tidegate starts itself run in one pod with their GPUs or cor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,9 @@ CONFIG, SECRET = "/etc/tidegate", "/etc/tidegate-secret"
 FILE = "deployment.yaml"
 # The image's user.
 USER = 10001
-# Memory of a gateway worker, and of the supervisor with the accounting process, in MiB.
+# Memory of a gateway worker beside its queue, and of the supervisor with the accounting process, in MiB.
 WORKER_MIB, OTHERS_MIB = 256, 512
+MIB = 1024 * 1024
 # Between SIGTERM and SIGKILL beyond the drains.
 SPARE_S = 15
 MAX_GATEWAYS = 10
@@ -236,12 +238,23 @@ def _resources(deployment: Deployment, part: _Part) -> dict[str, Any]:
     workers, budget = 0 if part.elects else deployment.gateway.workers, deployment.budget
     memory = f"{OTHERS_MIB + WORKER_MIB * workers}Mi"
     if not part.has_models:
-        return {"requests": {"cpu": str(workers or 1), "memory": memory}, "limits": {"memory": memory}}
+        limit = f"{OTHERS_MIB + (WORKER_MIB + _bounded_mib(deployment.gateway)) * workers}Mi"
+        return {"requests": {"cpu": str(workers or 1), "memory": memory}, "limits": {"memory": limit}}
     # How much memory an engine takes depends on its model: a limit here would be a guess that ends pods.
     wanted: dict[str, Any] = {"requests": {"cpu": str(workers + (budget.cpus or 0)), "memory": memory}}
     if budget.gpus:
         wanted["limits"] = {"nvidia.com/gpu": str(budget.gpus)}
     return wanted
+
+
+def _bounded_mib(gateway: GatewayConfig) -> int:
+    """The most that a worker may hold of requests, and of answers that wait for clients.
+
+    Under overload it refuses what is beyond: a limit below would end the pod instead.
+    """
+    # As the gateway does: two requests of any allowed size fit.
+    transfers = max(gateway.max_upload_bytes, 2 * gateway.max_body_bytes)
+    return math.ceil((gateway.max_queue_bytes + 2 * transfers) / MIB)
 
 
 def _volumes(options: ManifestOptions, part: _Part) -> list[dict[str, Any]]:

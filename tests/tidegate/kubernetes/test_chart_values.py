@@ -8,6 +8,7 @@ import yaml
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError
 from tests.tidegate.kubernetes.test_chart import LLAMA, VALUES, containers, objects, of
+from tests.tidegate.kubernetes.test_manifests import ELECTED, SCALED
 from tests.tidegate.kubernetes.validity import check, pods
 from tidegate.kubernetes.manifests import manifests
 from tidegate.kubernetes.object_metadata import ManifestOptions
@@ -82,3 +83,22 @@ def test_a_pod_with_gpus_needs_their_number() -> None:
         manifests(document, parse(document), ManifestOptions("g", "n", "i"))
     # On a Ray cluster its groups of workers say it.
     assert objects(VALUES["multi-node"] | values)
+
+
+@pytest.mark.parametrize(
+    ("gateway", "limit"),
+    [
+        ({}, 512 + 2 * (256 + 256 + 2 * 64)),
+        ({"workers": 4, "max_queue_bytes": 2**30 + 1}, 512 + 4 * (256 + 1025 + 2 * 64)),
+        ({"max_upload_bytes": 2**27}, 512 + 2 * (256 + 256 + 2 * 128)),
+        ({"max_body_bytes": 2**27}, 512 + 2 * (256 + 256 + 2 * 256)),
+    ],
+)
+def test_the_memory_limit_of_a_gateway_has_room_for_its_bounds(gateway: dict[str, int], limit: int) -> None:
+    document = SCALED | {"gateway": gateway}
+    written = manifests(document, parse(document), ManifestOptions("g", "n", "i")).objects
+    for found in (objects({"deployment": yaml.safe_dump(document)}), written):
+        limits = [one["resources"]["limits"]["memory"] for one in containers(of(found, "Deployment"))]
+        assert limits == 2 * [f"{limit}Mi"]
+    (elected,) = of(objects({"deployment": yaml.safe_dump(ELECTED)}), "StatefulSet")
+    assert [one["resources"]["limits"] for one in containers([elected])] == [{"memory": "512Mi"}]

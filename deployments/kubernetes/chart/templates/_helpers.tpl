@@ -157,6 +157,10 @@ scales: {{ or $external .Values.rayClusterSpec.enabled }}
 port: {{ $port }}
 adminPort: {{ $admin }}
 workers: {{ $gateway.workers | default 2 | int }}
+{{- /* The most that a worker may hold of requests, and of answers that wait: under overload it refuses what is beyond. */}}
+{{- $transfers := max (ternary $gateway.max_upload_bytes 67108864 (hasKey $gateway "max_upload_bytes") | int64) (ternary $gateway.max_body_bytes 16777216 (hasKey $gateway "max_body_bytes") | int64 | mul 2) }}
+{{- $queue := ternary $gateway.max_queue_bytes 268435456 (hasKey $gateway "max_queue_bytes") | int64 }}
+boundedMib: {{ div (add $queue (mul 2 $transfers) 1048575) 1048576 }}
 {{- $secure := $gateway.admin_tls | default dict }}
 secure: {{ not (empty $secure) }}
 {{- if $secure.client_ca_file }}
@@ -205,9 +209,8 @@ labelled: {{ toJson $labelled }}
 
 {{/* Of the supervisor and so many gateway workers. */}}
 {{- define "tidegate.ownResources" -}}
-{{- $memory := printf "%dMi" (add 512 (mul 256 (int .workers))) -}}
-requests: {cpu: {{ .workers | default 1 | quote }}, memory: {{ $memory }}}
-limits: {memory: {{ $memory }}}
+requests: {cpu: {{ .workers | default 1 | quote }}, memory: {{ printf "%dMi" (add 512 (mul 256 (int .workers))) }}}
+limits: {memory: {{ printf "%dMi" (add 512 (mul (add 256 (int .boundedMib)) (int .workers))) }}}
 {{- end }}
 
 {{/* The variables of each container on a Ray cluster. */}}
