@@ -70,7 +70,7 @@ WORKDIR /var/lib/tidegate
 USER 10001:10001
 VOLUME ["/var/lib/tidegate", "/var/cache/tidegate"]
 EXPOSE 8080
-# Large weights take minutes to load; the admin port answers long before the model does.
+# Large weights take minutes to fetch and to load; the admin port answers meanwhile.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
   CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ['TIDEGATE_ADMIN'] + '/livez', timeout=4)"]
 ENTRYPOINT ["tidegate"]

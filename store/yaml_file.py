@@ -54,7 +54,7 @@ def read_yaml(path: Path, key: str) -> dict[str, Any]:
         carried = msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
         # JSON would encode them as null.
         _check_finite(path, decoded, "")
-    except (TypeError, RecursionError, msgspec.MsgspecError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(
             str(path), None, f"mappings with text keys, lists, text, numbers ({error})"
         ) from None
@@ -82,4 +82,8 @@ def _decode(path: Path, text: str) -> object:
         line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
         raise ConfigError(where, line, f"valid YAML ({error.problem})") from None
     except yaml.YAMLError as error:
+        raise ConfigError(str(path), None, f"valid YAML ({error})") from None
+    except RecursionError:
+        raise ConfigError(str(path), None, "valid YAML with fewer levels") from None
+    except (ValueError, LookupError, AttributeError) as error:  # SafeLoader converts what it has not checked
         raise ConfigError(str(path), None, f"valid YAML ({error})") from None

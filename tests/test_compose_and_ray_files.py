@@ -64,6 +64,13 @@ def test_compose_builds_a_target_of_the_dockerfile(name: str) -> None:
     assert re.search(rf"^FROM .* AS {build['target']}$", DOCKERFILE, re.MULTILINE)
 
 
+def test_a_token_of_hugging_face_reaches_the_container() -> None:
+    # Without a value compose takes the shell's, and none where that has none.
+    environment = service("docker-compose.yaml")["environment"]
+    assert "HF_TOKEN" in environment
+    assert environment["HF_TOKEN"] is None
+
+
 def test_the_cluster_file_is_valid_for_ray() -> None:
     found = find_spec("ray")
     if found is None or found.origin is None:

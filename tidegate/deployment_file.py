@@ -71,7 +71,8 @@ def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:
     for i, model in enumerate(models if isinstance(models, list) else []):
         profile = model.get("profile") if isinstance(model, Mapping) else None
         if isinstance(profile, str) and profile.endswith(".json"):
-            model["profile"] = _model_file(_absolute(profile, folder), f"models[{i}].profile")
+            at = f"models[{i}].profile"
+            model["profile"] = _model_file(_absolute(profile, folder, at), at)
 
 
 def _model_file(path: Path, where: str) -> dict[str, Any]:
@@ -85,14 +86,19 @@ def _model_file(path: Path, where: str) -> dict[str, Any]:
     return content
 
 
-def _absolute(path: str, folder: Path) -> Path:
-    return (folder / Path(path).expanduser()).resolve()
+def _absolute(path: str, folder: Path, where: str) -> Path:
+    try:
+        found = (folder / Path(path).expanduser()).resolve()
+        found.exists()  # a name may be too long, or its folder closed
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown user, a loop of links, a NUL character
+        raise ConfigError(where, path, f"a path that can be looked up ({error})") from None
+    return found
 
 
 def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
     for i, model in enumerate(raw["models"]):
         source = model.get("source", "")
-        if source and (local := _local(source, folder)) is not None:
+        if source and (local := _local(source, folder, f"models[{i}].source")) is not None:
             if not local.exists():
                 raise ConfigError(f"models[{i}].source", source, f"a path that exists (looked at {local})")
             model["source"] = str(local)
@@ -105,11 +111,13 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
             for key in ("file", "key_file", "ca_file"):
                 _absolute_file(found, key, f"models[{i}].discovery", folder)
         # An adapter may be missing: the deployment file is valid without it.
-        for adapter in (model.get("adapters") or {}).get("sources", []):
+        for j, adapter in enumerate((model.get("adapters") or {}).get("sources", [])):
             for entry in (adapter, *adapter.get("versions", {}).values()):
                 for key in ("path", "source"):
                     if (source := entry.get(key)) and "://" not in source and not source.startswith("hf:"):
-                        entry[key] = str(_absolute(source, folder))
+                        entry[key] = str(
+                            _absolute(source, folder, f"models[{i}].adapters.sources[{j}].{key}")
+                        )
         control = model.get("control", {})
         for key in ("policy", "shadow"):
             if control.get(key) is not None:
@@ -125,22 +133,22 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
             for key in AdminTls.__struct_fields__:
                 _absolute_file(section, key, f"gateway.{port}", folder)
     if (store := raw.get("store", "")).startswith("sqlite:///"):
-        raw["store"] = f"sqlite:///{_absolute(store.removeprefix('sqlite:///'), folder)}"
+        raw["store"] = f"sqlite:///{_absolute(store.removeprefix('sqlite:///'), folder, 'store')}"
 
 
 def _absolute_file(entry: dict[str, Any], key: str, prefix: str, folder: Path) -> None:
     if entry.get(key):
-        path = _absolute(entry[key], folder)
+        path = _absolute(entry[key], folder, f"{prefix}.{key}")
         if not path.is_file():
             raise ConfigError(f"{prefix}.{key}", entry[key], f"a file that exists (looked at {path})")
         entry[key] = str(path)
 
 
-def _local(source: str, folder: Path) -> Path | None:
+def _local(source: str, folder: Path, where: str) -> Path | None:
     """The directory of ``source``, or ``None`` for a package or a Hugging Face id.
 
     ``ORG/NAME`` is a path only if that folder exists beside the file.
     """
-    path = _absolute(source, folder)
+    path = _absolute(source, folder, where)
     is_path = source.startswith((".", "/", "~")) or path.exists()
     return path if is_path and not source.startswith("package:") else None

@@ -17,6 +17,7 @@ from policy.config.external_servers import (
     ServerSettings,
     server_shape,
 )
+from policy.errors import ConfigError
 
 _VISIBLE = re.compile(r"[!-~]+")
 _HOST_PORT = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
@@ -83,11 +84,11 @@ def check_servers(path: str, urls: Sequence[str | ExternalServer]) -> None:
 
 def check_url(path: str, url: str, expected: str) -> None:
     """Raise :class:`policy.errors.ConfigError` unless ``url`` is one of HTTP without query and user."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port_is_good = parts.port != 0
-    except ValueError:
-        port_is_good = False
+    except ValueError:  # a bracket without the other, or no number
+        raise ConfigError(path, "***" if "@" in url else url, expected) from None
     good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
     plain = not parts.query and not parts.fragment and "@" not in parts.netloc
     shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password

@@ -39,6 +39,7 @@ from policy.scaling.policies.registry import choose
 from policy.types import EngineKind, Priority
 
 _VISIBLE = re.compile(r"[!-~]+")
+_PORT = re.compile(r"[0-9]{1,5}")
 # Read as the driver's library does: a password may have / and ?, and without a host a Unix socket is used.
 _SERVER = re.compile(r"([^:/]*(:[^@]*)?@)?(\[[^]/?]+\]|@?[^][/?:@]*)(:(?P<port>[0-9]{1,5}))?(/[^?]*)?(\?.*)?")
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
@@ -273,7 +274,7 @@ def _check_cluster(deployment: Deployment) -> None:
     joined = deployment.deploys and cluster.address != "local"
     for address in cluster.controllers:
         host, _, port = address.rpartition(":")
-        good = host and port.isdigit() and 1 <= int(port) <= 65_535
+        good = host and _PORT.fullmatch(port) and 1 <= int(port) <= 65_535
         require(good, "cluster.controller", cluster.controller, "HOST:PORT, or several: HOST:PORT,HOST:PORT")
         reached = not joined or not _loopback(address) or _loopback(cluster.address)
         expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"

@@ -36,6 +36,12 @@ def test_yaml_and_json_give_the_same(tmp_path: Path) -> None:
         ("mix: &a [*a]\n", "some.yaml", None, "mappings with text keys"),
         (b"mix: \xff\n", "some.yaml", "byte 5", "UTF-8"),
         (b"mix: \x01\n", "some.yaml", None, "valid YAML"),
+        ('mix: "\\ud800"\n', "some.yaml", None, "mappings with text keys"),
+        ("mix: " + 3000 * "[" + 3000 * "]", "some.yaml", None, "fewer levels"),
+        ("mix: 2026-13-45\n", "some.yaml", None, "valid YAML"),
+        ("mix: !!bool x\n", "some.yaml", None, "valid YAML"),
+        ("mix: !!timestamp x\n", "some.yaml", None, "valid YAML"),
+        ("mix: " + 5000 * "9", "some.yaml", None, "valid YAML"),
     ],
 )
 def test_an_error_names_its_line(

@@ -56,6 +56,16 @@ def write(folder: Path, text: str) -> Path:
             "models[0].control.scale.schedules[0].timezone",
             "a time zone",
         ),
+        *(
+            (EXTERNAL.replace("127.0.0.1:8000", "[::1:8000"), "models[0].urls[0]", "http(s)://HOST:PORT"),
+            (EXTERNAL + "tracing: {endpoint: 'http://[::1:4318'}", "tracing.endpoint", "http(s)://HOST:PORT"),
+            (EXTERNAL + "cluster: {controller: 'h:²'}", "cluster.controller", "HOST:PORT"),
+            (EXTERNAL + f"cluster: {{controller: 'h:{'9' * 5000}'}}", "cluster.controller", "HOST:PORT"),
+            (vllm("~no-such-user/x"), "models[0].source", "can be looked up"),
+            (vllm('"./a\\0b"'), "models[0].source", "can be looked up"),
+            (vllm("package:x", "profile: ~no-such-user/x.json"), "models[0].profile", "can be looked up"),
+            (EXTERNAL + "store: sqlite:///~no-such-user/x", "store", "can be looked up"),
+        ),
     ],
 )
 def test_errors_name_the_file_and_the_key(tmp_path: Path, text: str, where: str, expected: str) -> None:

@@ -74,7 +74,10 @@ class Url(click.ParamType[str]):
     name = "url"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        url = urlsplit(value)
+        try:
+            url = urlsplit(value)
+        except ValueError:  # a bracket without the other
+            url = urlsplit("")
         if url.scheme not in ("http", "https") or url.hostname is None:
             self.fail(f"{value!r} is not a URL such as http://127.0.0.1:8080", param, ctx)
         return value

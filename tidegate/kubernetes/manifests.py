@@ -6,6 +6,8 @@ scaled. Models that Tidegate starts itself run in one pod with their GPUs or cor
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from policy.config.convert import require
 from policy.config.deployment import Deployment, GatewayConfig
 from policy.config.port_conflicts import is_loopback
 from policy.deployment_file.parse import parse
+from policy.types import EngineKind
 from tidegate.kubernetes import controller_manifests
 from tidegate.kubernetes.object_metadata import KubernetesObject, ManifestOptions, labels_of, named, object_of
 from tidegate.kubernetes.rbac import access, is_scaled
@@ -24,8 +27,9 @@ CONFIG, SECRET = "/etc/tidegate", "/etc/tidegate-secret"
 FILE = "deployment.yaml"
 # The image's user.
 USER = 10001
-# Memory of a gateway worker, and of the supervisor with the accounting process, in MiB.
+# Memory of a gateway worker beside its queue, and of the supervisor with the accounting process, in MiB.
 WORKER_MIB, OTHERS_MIB = 256, 512
+MIB = 1024 * 1024
 # Between SIGTERM and SIGKILL beyond the drains.
 SPARE_S = 15
 MAX_GATEWAYS = 10
@@ -72,8 +76,16 @@ class _Probed:
 def manifests(raw: dict[str, Any], deployment: Deployment, options: ManifestOptions) -> KubernetesManifests:
     """The manifests of ``deployment``, whose file's content is ``raw``.
 
-    Raises :class:`policy.errors.ConfigError` for several controllers that cannot elect their leader.
+    Raises :class:`policy.errors.ConfigError` for several controllers that cannot elect their leader, and for
+    models with GPUs whose number the budget does not say.
     """
+    on_gpus = any(
+        spec.engine is EngineKind.VLLM and shape.gpus
+        for spec in deployment.models
+        for shape in spec.shapes.values()
+    )
+    wanted = "the number of GPUs of the pod: shapes of its models have GPUs"
+    require(deployment.budget.gpus or not on_gpus, "budget.gpus", deployment.budget.gpus, wanted)
     alone = "1: no controller of its own scales external models"
     require(options.controllers == 1 or is_scaled(deployment), "--controllers", options.controllers, alone)
     if is_scaled(deployment):
@@ -108,7 +120,7 @@ def manifests(raw: dict[str, Any], deployment: Deployment, options: ManifestOpti
         objects += [_disruption_budget(options), _autoscaler(options)]
     if options.service_monitor:
         objects.append(_service_monitor(deployment.gateway, options))
-    return KubernetesManifests(objects, _notes(deployment, options))
+    return KubernetesManifests(objects, _notes(raw, deployment, options))
 
 
 def _parts(deployment: Deployment, options: ManifestOptions) -> list[_Part]:
@@ -226,12 +238,23 @@ def _resources(deployment: Deployment, part: _Part) -> dict[str, Any]:
     workers, budget = 0 if part.elects else deployment.gateway.workers, deployment.budget
     memory = f"{OTHERS_MIB + WORKER_MIB * workers}Mi"
     if not part.has_models:
-        return {"requests": {"cpu": str(workers or 1), "memory": memory}, "limits": {"memory": memory}}
+        limit = f"{OTHERS_MIB + (WORKER_MIB + _bounded_mib(deployment.gateway)) * workers}Mi"
+        return {"requests": {"cpu": str(workers or 1), "memory": memory}, "limits": {"memory": limit}}
     # How much memory an engine takes depends on its model: a limit here would be a guess that ends pods.
     wanted: dict[str, Any] = {"requests": {"cpu": str(workers + (budget.cpus or 0)), "memory": memory}}
     if budget.gpus:
         wanted["limits"] = {"nvidia.com/gpu": str(budget.gpus)}
     return wanted
+
+
+def _bounded_mib(gateway: GatewayConfig) -> int:
+    """The most that a worker may hold of requests, and of answers that wait for clients.
+
+    Under overload it refuses what is beyond: a limit below would end the pod instead.
+    """
+    # As the gateway does: two requests of any allowed size fit.
+    transfers = max(gateway.max_upload_bytes, 2 * gateway.max_body_bytes)
+    return math.ceil((gateway.max_queue_bytes + 2 * transfers) / MIB)
 
 
 def _volumes(options: ManifestOptions, part: _Part) -> list[dict[str, Any]]:
@@ -330,7 +353,7 @@ def _service_monitor(gateway: GatewayConfig, options: ManifestOptions) -> Kubern
     return object_of("monitoring.coreos.com/v1", "ServiceMonitor", options, spec=spec)
 
 
-def _notes(deployment: Deployment, options: ManifestOptions) -> list[str]:
+def _notes(raw: dict[str, Any], deployment: Deployment, options: ManifestOptions) -> list[str]:
     name = secret_name(options)
     notes = [
         f"the pods share a secret: kubectl -n {options.namespace} create secret generic {name}"
@@ -348,4 +371,20 @@ def _notes(deployment: Deployment, options: ManifestOptions) -> list[str]:
             notes.append(f"{section}.host is {port.host}: it cannot be reached from outside the pod")
     if deployment.deploys:
         notes.append("the models run in one pod, on one node")
+    if files := sorted(set(_files(raw))):
+        notes.append(f"mount these files in all pods, the controller's too: {', '.join(files)}")
     return notes
+
+
+def _files(raw: object, key: str = "") -> Iterator[str]:
+    """The files that the content of a deployment file names, where they stand in ``raw`` under ``key``."""
+    if isinstance(raw, dict):
+        for name, value in raw.items():
+            yield from _files(value, name)
+    elif isinstance(raw, list):
+        for value in raw:
+            yield from _files(value, key)
+    elif isinstance(raw, str):
+        is_path = key in ("source", "path") and raw.startswith((".", "/", "~"))
+        if raw and (is_path or key == "file" or key.endswith("_file")):
+            yield raw

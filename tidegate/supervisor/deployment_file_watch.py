@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from policy.errors import EngineFailed, TidegateError, Unreachable
+from policy.errors import EngineFailed, Unreachable
 
 LOOK_EVERY_S = 2.0
 
@@ -33,7 +33,8 @@ async def watch_file(
             noted = ""
         except (EngineFailed, Unreachable):
             continue  # it still starts, or the controller does not answer: again
-        except (TidegateError, OSError) as error:
-            if noted != str(error):
-                noted = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with this file, a later one may be right
+            problem = str(error) or type(error).__name__
+            if noted != problem:
+                noted = problem
                 note(f"the changed deployment file is not applied: {noted}")

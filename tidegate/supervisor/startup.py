@@ -80,10 +80,11 @@ class Startup:
             await self._elected_controller()
             return
         self._environment()
+        # The gateway starts first: it can queue requests and answer probes while weights are fetched, which
+        # may take an hour, and while Ray is imported.
+        self._gateway_workers()
         if not self.remote:
             await self._models()
-        # The gateway starts before Ray: its imports take seconds, and it can queue requests.
-        self._gateway_workers()
         if self.deployment.needs_controller and not self.remote:
             if self.ray and self.deployment.deploys:
                 await self._ray()

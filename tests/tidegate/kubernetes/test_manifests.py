@@ -265,3 +265,11 @@ def test_the_command_prints_manifests_and_notes(tmp_path: Path) -> None:
     assert "postgresql" in result.stderr
     assert "no tenants" in result.stderr
     assert CliRunner().invoke(group, ["render", "kubernetes", str(file), "--name", "Bad_"]).exit_code != 0
+
+
+def test_files_that_pods_need_are_noted() -> None:
+    for document, files in ((DISCOVERED, ""), (MUTUAL, "/tls/ca.crt, /tls/tls.crt, /tls/tls.key")):
+        notes = manifests(document, parse(document), ManifestOptions("g", "n", "i")).notes
+        assert [each.partition(": ")[2] for each in notes if each.startswith("mount")] == [files][
+            : bool(files)
+        ]

@@ -122,6 +122,7 @@ def test_ctrl_c_ends_a_replay_with_the_results_so_far(endpoint: Endpoint, tmp_pa
         (("T", "--capture", "x"), "give either a TRACE to replay or --capture FILE"),
         (("T", "--for", "9s"), "--for is only for --capture"),
         (("T", "--url", "ftp://x"), "is not a URL"),
+        (("T", "--url", "http://[x"), "is not a URL"),
         (("T", "--from-s", "5", "--to-s", "5"), "is not after --from-s 5"),
         (("T", "--from-s", "5"), "no requests in the selected part"),
         (("T", "--record", "/nowhere/rows"), "expected a file in a folder that exists"),

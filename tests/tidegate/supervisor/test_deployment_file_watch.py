@@ -12,12 +12,23 @@ from tidegate.supervisor.deployment_file_watch import watch_file
 async def test_changes_are_applied_once_and_refusals_noted_once() -> None:
     applied: list[Any] = []
     notes: list[str] = []
-    contents: list[Any] = [1, 1, 2, ConfigError("a", 1, "b"), ConfigError("a", 1, "b"), 2, 3, 3, 4]
+    contents: list[Any] = [
+        1,
+        1,
+        2,
+        ConfigError("a", 1, "b"),
+        ConfigError("a", 1, "b"),
+        2,
+        ValueError("e"),
+        3,
+        3,
+        4,
+    ]
     enough = asyncio.Event()
 
     def note(text: str) -> None:
         notes.append(text)
-        if len(notes) == 2:
+        if len(notes) == 3:
             enough.set()
 
     refusals = iter([None, EngineFailed("starting"), None, ConfigError("c", 4, "d")])
@@ -39,4 +50,4 @@ async def test_changes_are_applied_once_and_refusals_noted_once() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert applied == [2, 3]
-    assert [note.partition(": ")[2][:1] for note in notes] == ["a", "c"]
+    assert [note.partition(": ")[2][:1] for note in notes] == ["a", "e", "c"]

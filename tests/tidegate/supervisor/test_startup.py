@@ -1,4 +1,4 @@
-"""The head of a deployment's own Ray is started again, and its controller with it, once the disk has room."""
+"""The gateway is there before weights are, and a head of Ray that dies is started again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from policy.deployment_file.parse import parse
+from policy.errors import ModelUnavailable
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tests.ports import free_ports
@@ -94,6 +95,53 @@ async def test_a_head_that_dies_on_a_full_disk_is_back_with_its_controller_once_
         starting.cancel()
         starts.stop_recovering()
         await asyncio.gather(starting, return_exceptions=True)
+        await asyncio.gather(*(each.stop(60.0) for each in starts.children))
+        for sock in starts.sockets:
+            sock.close()
+
+
+@pytest.mark.process
+async def test_the_gateway_runs_while_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, admin_port, controller = free_ports(3)
+    model = {
+        "name": "m",
+        "source": "hf:org/m",
+        "shapes": {"small": {"cpus": 1}},
+        "modes": {"one": {"shape": "small"}},
+    }
+    deployment = parse(
+        {
+            "models": [model],
+            "gateway": {"port": port, "admin_port": admin_port, "allow_unauthenticated": True},
+            "cluster": {"controller": f"127.0.0.1:{controller}"},
+        }
+    )
+    state = StateDir(tmp_path).ensure()
+    record = ProcessRecord(state)
+    there: list[str] = []
+
+    def prepare(_: StateDir, model: str) -> ProcessSpec:
+        there.extend(each.spec.name for each in starts.children)
+        return running("models", "raise SystemExit(1)")
+
+    def child(spec: ProcessSpec) -> SupervisedProcess:
+        started = running(spec.name, "import time; time.sleep(600)")
+        return SupervisedProcess(started, state, record, note=lambda _: None)
+
+    monkeypatch.setattr(preflight, "missing_package", lambda _: None)
+    monkeypatch.setattr(command_lines, "prepare_model", prepare)
+    starts = Startup(
+        deployment=deployment, state=state, record=record, progress=ProgressLog(lambda _: None), ray=False,
+        remote=False, address="", host="", timeout_s=60.0, servers_timeout_s=60.0, child=child,
+        controller_client=lambda: ControllerClient(f"127.0.0.1:{controller}", state.secret()),
+    )  # fmt: skip
+    try:
+        with pytest.raises(ModelUnavailable):
+            await starts.run()
+        assert there == ["gateway-0", "gateway-1", "accounting"]
+    finally:
         await asyncio.gather(*(each.stop(60.0) for each in starts.children))
         for sock in starts.sockets:
             sock.close()

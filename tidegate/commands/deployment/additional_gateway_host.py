@@ -57,7 +57,7 @@ def _address(given: str) -> str:
     """``HOST:PORT`` of an address or a URL."""
     address = given.strip().removeprefix("http://").rstrip("/")
     host, _, port = address.rpartition(":")
-    require(host and port.isdigit(), "--controller", given, _ADDRESS)
+    require(host and port.isascii() and port.isdigit(), "--controller", given, _ADDRESS)
     return address
 
 

@@ -24,6 +24,11 @@ labels:
 {{ .Values.secret.name | default (printf "%s-secret" (include "tidegate.name" .)) }}
 {{- end }}
 
+{{/* A value that may be 0, or what stands for none: (dict "value" VALUE "default" DEFAULT). */}}
+{{- define "tidegate.given" -}}
+{{ kindIs "invalid" .value | ternary .default .value }}
+{{- end }}
+
 {{- define "tidegate.vllm" -}}
 {{ include "tidegate.name" .root }}-vllm-{{ .spec.name }}
 {{- end }}
@@ -106,6 +111,7 @@ labels:
 {{- $gateway := $document.gateway | default dict -}}
 {{- $budget := $document.budget | default dict -}}
 {{- $external := true -}}
+{{- $onGpus := false -}}
 {{- $scaled := false -}}
 {{- $drain := 0 -}}
 {{- $namespaces := dict -}}
@@ -114,6 +120,7 @@ labels:
 {{- if ne (.engine | default "vllm") "external" -}}
 {{- $external = false -}}
 {{- end -}}
+{{- if eq (.engine | default "vllm") "vllm" }}{{ range .shapes }}{{ if .gpus }}{{ $onGpus = true }}{{ end }}{{ end }}{{ end -}}
 {{- range .shapes }}{{ if .workload }}{{ $scaled = true }}{{ end }}{{ end -}}
 {{- $model := . -}}
 {{- with (.discovery | default dict).kubernetes }}{{ if not .api -}}
@@ -150,6 +157,10 @@ scales: {{ or $external .Values.rayClusterSpec.enabled }}
 port: {{ $port }}
 adminPort: {{ $admin }}
 workers: {{ $gateway.workers | default 2 | int }}
+{{- /* The most that a worker may hold of requests, and of answers that wait: under overload it refuses what is beyond. */}}
+{{- $transfers := max (ternary $gateway.max_upload_bytes 67108864 (hasKey $gateway "max_upload_bytes") | int64) (ternary $gateway.max_body_bytes 16777216 (hasKey $gateway "max_body_bytes") | int64 | mul 2) }}
+{{- $queue := ternary $gateway.max_queue_bytes 268435456 (hasKey $gateway "max_queue_bytes") | int64 }}
+boundedMib: {{ div (add $queue (mul 2 $transfers) 1048575) 1048576 }}
 {{- $secure := $gateway.admin_tls | default dict }}
 secure: {{ not (empty $secure) }}
 {{- if $secure.client_ca_file }}
@@ -166,6 +177,7 @@ ready: /readyz
 {{- end }}
 cpus: {{ $budget.cpus | default 0 }}
 gpus: {{ $budget.gpus | default 0 }}
+onGpus: {{ $onGpus }}
 {{- $controllerPort := regexFind "[0-9]+$" ($cluster.controller | default "7070") }}
 controllerPort: {{ $controllerPort }}
 controllers: {{ ternary $cluster.controller (printf "%s-controller:%s" (include "tidegate.name" .) $controllerPort) $elected }}
@@ -176,8 +188,10 @@ namespaces: {{ toJson $namespaces }}
 labelled: {{ toJson $labelled }}
 {{- end }}
 
+{{/* The image of a "kind": a version has one for pods with GPUs, and one for others. Other tags are taken as they are. */}}
 {{- define "tidegate.image" -}}
-{{ .Values.routerSpec.repository }}:{{ .Values.routerSpec.tag | default (printf "%s-%s" .Chart.AppVersion .kind) }}
+{{- $tag := .Values.routerSpec.tag | default .Chart.AppVersion | toString -}}
+{{ .Values.routerSpec.repository }}:{{ $tag }}{{ if regexMatch "^v?[0-9]+([.][0-9]+)+([a-z]+[0-9]+)?$" $tag }}-{{ .kind }}{{ end }}
 {{- end }}
 
 {{/* The environment of each container of Tidegate. */}}
@@ -195,9 +209,8 @@ labelled: {{ toJson $labelled }}
 
 {{/* Of the supervisor and so many gateway workers. */}}
 {{- define "tidegate.ownResources" -}}
-{{- $memory := printf "%dMi" (add 512 (mul 256 (int .workers))) -}}
-requests: {cpu: {{ .workers | default 1 | quote }}, memory: {{ $memory }}}
-limits: {memory: {{ $memory }}}
+requests: {cpu: {{ .workers | default 1 | quote }}, memory: {{ printf "%dMi" (add 512 (mul 256 (int .workers))) }}}
+limits: {memory: {{ printf "%dMi" (add 512 (mul (add 256 (int .boundedMib)) (int .workers))) }}}
 {{- end }}
 
 {{/* The variables of each container on a Ray cluster. */}}
