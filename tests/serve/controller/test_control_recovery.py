@@ -94,6 +94,27 @@ async def test_a_restarted_controller_waits_a_bounded_time_for_heartbeats(plane:
     assert plane.cluster.held[SMALL].wanted == 2
 
 
+async def test_refused_orders_are_not_part_of_the_measured_start_time(plane: Plane) -> None:
+    await plane.ready(document())
+    plane.cluster.slow, plane.cluster.refuses = True, "no space left on device"
+    plane.controller.scale("m", 2)
+    await plane.ticks(50)
+    assert plane.counts(READY) == {SMALL: 1}
+    plane.cluster.refuses = ""
+    for _ in range(3):
+        plane.controller.scale("m", 2)
+        await plane.ticks(2)
+        plane.now += 2.0
+        plane.cluster.ready()
+        assert plane.counts(READY) == {SMALL: 2}
+        plane.controller.scale("m", 1)
+        await plane.ticks(2)
+        plane.cluster.drained()
+        plane.now += 600.0
+    (measured,) = plane.controller.autoscaler.observed.starts.saved()
+    assert max(measured.seconds) < 3.0
+
+
 FAULT = AssertionError("no")
 
 
