@@ -379,7 +379,8 @@ class Controller:
         self._targets.bring_back(name)
         if name in self._targets.names():
             running = {key.generation for key in self._observed.held if key.model == name}
-            self._targets.put(name, self._targets.get(name).keep_weights(running))
+            target = self._targets.get(name).keep_weights(running)
+            self._targets.put(name, target.restored(self.autoscaler.at))
 
     def _continue_with(self, spec: ModelSpec) -> None:
         held, now = self._observed.held, self.autoscaler.at

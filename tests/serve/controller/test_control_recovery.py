@@ -82,6 +82,22 @@ async def test_restart_continues_a_switch(plane: Plane) -> None:
     assert plane.note() == ""
 
 
+async def test_a_clock_that_was_set_back_delays_no_rollback(plane: Plane) -> None:
+    await plane.ready(document(sim_model(control={"start_timeout_s": 60})))
+    plane.cluster.slow = True
+    plane.controller.apply(
+        document(sim_model(control={"start_timeout_s": 60}, sim={"profile": "sim-small", "seed": 7}))
+    )
+    await plane.ticks(2)
+    plane.ahead -= 7200.0
+    await plane.restart()
+    await plane.ticks(2)
+    assert plane.note() == ""
+    plane.now += 60.0
+    await plane.ticks(2)
+    assert plane.note().startswith("rolled back from multi-replica x 1, generation 2")
+
+
 async def test_a_restarted_controller_waits_a_bounded_time_for_heartbeats(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.replicas.clear()
