@@ -35,12 +35,15 @@ class StartTimes:
         self._began: dict[str, float] = {}
         self._ready: dict[str, int] = {}
 
-    def requested(self, key: LayerKey, more: int, at: float) -> None:
-        """Note that ``more`` replicas (fewer if negative) were requested."""
+    def requested(self, key: LayerKey, more: int, at: float, missing: int) -> None:
+        """Note that ``more`` replicas (fewer if negative) were requested; ``missing`` are not seen yet."""
         requested = self._requested.setdefault(key, deque())
         requested.extend([at] * more)
         for _ in range(min(-more, len(requested))):
             requested.pop()
+        # A replica that was ready at its first heartbeat took no instant: it would count for a later start.
+        while len(requested) > max(missing, 0):
+            requested.popleft()
 
     def note(self, replica: Replica, at: float) -> bool:
         """Take a heartbeat; returns whether an engine has just become ready."""

@@ -205,12 +205,18 @@ class DecisionHistory:
             self._models.pop(model, None)
 
     def restore(self, journal: DecisionJournal, now: float) -> None:
-        """Add what is on disk of the last day; before the first :meth:`add`. Not for an event loop."""
+        """Add what is on disk of the last day; before the first :meth:`add`. Not for an event loop.
+
+        Rounds that are later than one written after them are of a clock that was set back since. They would
+        keep out all that follows.
+        """
         points: list[_Point] = []
+        latest = now
         for line in journal.lines():
             if line.at < now - DAY_S:
                 break
-            if isinstance(line, DecisionRound):
+            if isinstance(line, DecisionRound) and line.at <= latest:
+                latest = line.at
                 points += [_point(line.situations[name], made) for name, made in line.decisions.items()]
         for point in reversed(points):
             self._add(point)

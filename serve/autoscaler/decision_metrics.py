@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import heapq
+from collections import Counter
 from collections.abc import Mapping
 
 from policy.scaling.decision_types import Decision, Situation
@@ -22,8 +23,9 @@ class DecisionCounts:
         self.decisions: Counter[tuple[str, str, str]] = Counter()
         self.forecasts: Counter[str] = Counter()
         self.errors: dict[tuple[str, str], float] = {}
-        # By model: when the forecast is for, and its rate.
-        self._waiting: dict[str, deque[tuple[float, float]]] = {}
+        # A heap by model: when the forecast is for, and its rate. A later forecast may be for an earlier
+        # instant, as the start time changes.
+        self._waiting: dict[str, list[tuple[float, float]]] = {}
 
     def take(self, decisions: Mapping[str, Decision], situations: Mapping[str, Situation]) -> None:
         """Count the decisions of one round."""
@@ -38,18 +40,19 @@ class DecisionCounts:
 
     def _judge(self, decision: Decision, situation: Situation) -> None:
         """Compare the forecasts that were for now with the rate that came; add the new one."""
-        waiting = self._waiting.setdefault(decision.model, deque(maxlen=MAX_WAITING))
+        waiting = self._waiting.setdefault(decision.model, [])
         demand = situation.signals.demand
         while waiting and waiting[0][0] <= decision.at:
-            _, forecast = waiting.popleft()
-            if demand is not None:
+            due_at, forecast = heapq.heappop(waiting)
+            # Nothing is known of a time without decisions.
+            if demand is not None and decision.at - due_at <= situation.tick_s + situation.guard.stale_s:
                 error = forecast - demand.arrivals.last_6_s
                 key = decision.model, "above" if error > 0 else "below"
                 self.forecasts[decision.model] += 1
                 self.errors[key] = self.errors.get(key, 0.0) + abs(error)
-        if (expected := decision.proposal.forecast) is not None:
+        if (expected := decision.proposal.forecast) is not None and len(waiting) < MAX_WAITING:
             lead_s = next(option.lead_s for option in situation.mode_options if option.mode == situation.mode)
-            waiting.append((decision.at + lead_s, expected))
+            heapq.heappush(waiting, (decision.at + lead_s, expected))
 
 
 def _change(decision: Decision) -> str:

@@ -379,7 +379,8 @@ class Controller:
         self._targets.bring_back(name)
         if name in self._targets.names():
             running = {key.generation for key in self._observed.held if key.model == name}
-            self._targets.put(name, self._targets.get(name).keep_weights(running))
+            target = self._targets.get(name).keep_weights(running)
+            self._targets.put(name, target.restored(self.autoscaler.at))
 
     def _continue_with(self, spec: ModelSpec) -> None:
         held, now = self._observed.held, self.autoscaler.at
@@ -452,17 +453,17 @@ class Controller:
         await self._sweep(name, layers)
 
     async def _actuate(self, target: ModelTarget, key: LayerKey, count: int) -> None:
-        held = self._observed.held.get(key)
+        held, at = self._observed.held.get(key), self._monotonic()
         if held is None and count:
             spec, weights = target.specs[key.generation], target.weights.get(key.generation)
             made_of = digest(spec, key.shape) + (weights.short if weights else "")
             self._event(f"{key.model}: deploy {_describe(key)} with {count}")
-            self._observed.starts.requested(key, count, self._monotonic())
             await self._actuator.deploy(key, spec, weights, made_of, count)
+            self._observed.ordered(key, count, at, was=0)
         elif held is not None and held.wanted != count:
             self._event(f"{key.model}: {_describe(key)}: {held.wanted} -> {count}")
-            self._observed.starts.requested(key, count - held.wanted, self._monotonic())
             await self._actuator.scale(key, count)
+            self._observed.ordered(key, count, at, was=held.wanted)
 
     async def _sweep(self, name: str, layers: Mapping[LayerKey, Layer]) -> None:
         """Delete layers that are no longer used, and forget their configuration.

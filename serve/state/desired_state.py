@@ -169,6 +169,27 @@ class ModelTarget(msgspec.Struct, frozen=True, kw_only=True):
         """For how many seconds it could start. The drain before, as long as requests run, does not count."""
         return 0.0 if self.waits else now - max(self.since, self.drained_at)
 
+    def restored(self, now: float) -> ModelTarget:
+        """As of a controller that starts at ``now``: without instants of a clock that was ahead.
+
+        A failing start would not be rolled back before that time comes, nor a block end.
+        """
+        ends_at, promise = self.ends_at, self.promise
+        if ends_at is not None:
+            ends_at = min(ends_at, now + self.spec.control.mode.drain_timeout_s)
+        if promise is not None and promise.settled_at is not None:
+            promise = replace(promise, settled_at=min(promise.settled_at, now))
+        latest = {mode: now + BLOCK_BACKOFF.delay_s(block.attempts) for mode, block in self.barred.items()}
+        return replace(
+            self,
+            since=min(self.since, now),
+            created=min(self.created, now),
+            drained_at=min(self.drained_at, now),
+            ends_at=ends_at,
+            barred={m: replace(block, until=min(block.until, latest[m])) for m, block in self.barred.items()},
+            promise=promise,
+        )
+
     def back(self, note: str, now: float) -> ModelTarget:
         """Roll back to the fallback, and remember the configuration or mode that failed.
 

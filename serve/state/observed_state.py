@@ -70,6 +70,14 @@ class ObservedState:
             # Kept after the replica is gone: the last heartbeat of a failing host may be the only report.
             self._failed[key] = _FailedStarts(replica.failures, replica.reason)
 
+    def ordered(self, key: LayerKey, count: int, at: float, *, was: int) -> None:
+        """The actuator took an order of ``at``: it holds ``count`` replicas of the layer, and ``was`` before.
+
+        A refused order is none: it is retried, and each retry would count as a request.
+        """
+        layer = self.layer(key)
+        self.starts.requested(key, count - was, at, count - layer.starting - layer.ready)
+
     def cannot_start(self, key: LayerKey, reason: str) -> None:
         """A start failed before there was any replica."""
         before = self._failed[key].times if key in self._failed else 0

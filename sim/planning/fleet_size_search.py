@@ -163,10 +163,12 @@ class FleetRuns:
         requests = self._run(candidate, count, 1.0, scenario=FaultScenario(crashes=crashes)).requests[
             self.spec.name
         ]
+        failed = requests.outcome == RequestOutcome.FAILED
         during = (requests.at >= at) & (requests.at < at + away_s)
         return OutageResult(
             attainment=float(np.mean(requests.met[during])) if during.any() else 1.0,
-            cut=int(np.count_nonzero(requests.outcome == RequestOutcome.FAILED)),
+            # Others fail before they have a token, as those that fit into no replica.
+            cut=int(np.count_nonzero(failed & np.isfinite(requests.ttft_s))),
         )
 
     def spillover(

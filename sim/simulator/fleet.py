@@ -105,7 +105,7 @@ class Fleet:
     def scale(self, key: LayerKey, count: int, at: float) -> None:
         more = count - self._wanted.get(key, 0)
         self._wanted[key] = count
-        self.starts.requested(key, more, at)
+        self.starts.requested(key, more, at, more)
         self._start(key, more, at)
         if more < 0:
             mine = [runner for runner in self._all if runner.key == key and stays(runner)]

@@ -108,7 +108,7 @@ class _Run:
         self._spend_caps = {each.name: SpendCap(each.cost_cap_per_h) for each in deployment.upstreams}
         self._record = RunRecord(ends_at=0.0, requests={}, spans=self._spans)
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._gateways}
-        self._counted = dict.fromkeys(self._gateways, 0)
+        self._counted = dict.fromkeys(self._gateways, (0, 0.0))  # arrivals until the last sample, its instant
         self._looks: dict[str, float] = {}
         # The current slowdowns of each replica, by index in the scenario.
         self._slow: defaultdict[SimulatedReplica, list[int]] = defaultdict(list)
@@ -337,16 +337,16 @@ class _Run:
                 self._look(name, gateway, at)
 
     def _moment(self, name: str, at: float) -> ModelTickSample:
-        gateway, fleet, course = self._gateways[name], self._fleets[name], self._controller.courses[name]
-        states = [runner.state for runner in fleet]
-        recent = self._recent[name]
+        gateway, course = self._gateways[name], self._controller.courses[name]
+        states, recent = [runner.state for runner in self._fleets[name]], self._recent[name]
         while recent and recent[0][0] < at - 60.0:
             recent.popleft()
-        arrived, self._counted[name] = gateway.totals.arrived - self._counted[name], gateway.totals.arrived
+        arrived, (before, before_at) = gateway.totals.arrived, self._counted[name]
+        self._counted[name] = arrived, at
         return ModelTickSample(
             at=at,
             model=name,
-            arrivals=arrived / course.spec.control.tick_s,
+            arrivals=(arrived - before) / (at - before_at),
             queued=gateway.queued,
             running=gateway.in_flight - gateway.queued,
             ready=states.count(ReplicaPhase.READY),

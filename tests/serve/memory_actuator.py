@@ -23,7 +23,8 @@ class MemoryCluster:
     """Replicas that outlive an actuator. ``beat`` is called with each change of a replica.
 
     Starts and drains finish at once, or by :meth:`ready` and :meth:`drained` where ``slow`` is set;
-    starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call. A shared
+    starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call, ``refuses``
+    every order of a count. A shared
     GPU group starts with its engines asleep, and follows the orders of heartbeat answers in
     :meth:`beat_all`. A replica that is ordered to leave drains and is replaced.
     """
@@ -32,6 +33,7 @@ class MemoryCluster:
     slow: bool = False
     failing: dict[LayerKey, str] = field(default_factory=dict)
     down: str = ""
+    refuses: str = ""
     nodes: tuple[NodeResources, ...] = ()
     held: dict[LayerKey, ActuatorLayer] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
@@ -200,7 +202,7 @@ class MemoryActuator:
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: ResolvedWeights | None, digest: str, count: int
     ) -> None:
-        self._answer()
+        self._take_order()
         if key not in self._cluster.held:
             if (group := gpu_group_of(model)) is not None and key.shape == group.shape:
                 self._cluster.groups[key] = group
@@ -208,7 +210,7 @@ class MemoryActuator:
             self._cluster.settle(key)
 
     async def scale(self, key: LayerKey, count: int) -> None:
-        self._answer()
+        self._take_order()
         if key not in self._cluster.held:
             raise ActuatorFailed(f"there is no layer {key} to scale")
         self._cluster.held[key] = msgspec.structs.replace(self._cluster.held[key], wanted=count, trouble="")
@@ -230,6 +232,11 @@ class MemoryActuator:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    def _take_order(self) -> None:
+        self._answer()
+        if self._cluster.refuses:
+            raise ActuatorFailed(self._cluster.refuses)
 
     def _answer(self) -> None:
         if self._cluster.down:

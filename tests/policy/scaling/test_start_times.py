@@ -37,13 +37,25 @@ def test_a_start_lasts_from_its_request_to_ready(
     requests: list[tuple[int, float]], starting_at: float | None, incarnation: int, measured_s: float
 ) -> None:
     starts = StartTimes()
+    missing = 0
     for more, at in requests:
-        starts.requested(KEY, more, at)
+        missing += more
+        starts.requested(KEY, more, at, missing)
     if starting_at is not None:
         starts.note(replica("a"), starting_at)
     assert starts.note(ready("a", 3.0, incarnation=incarnation), 110.0)
     assert not starts.note(ready("a", 3.0, incarnation=incarnation), 111.0)
     assert starts.lead_s("m", "small", 60.0) == measured_s
+
+
+def test_a_replica_that_was_ready_when_first_seen_leaves_no_instant_to_the_next_start() -> None:
+    starts = StartTimes()
+    starts.requested(KEY, 1, 0.0, 1)
+    starts.note(ready("a", 3.0), 5.0)
+    starts.requested(KEY, 1, 600.0, 1)
+    starts.note(replica("b"), 601.0)
+    starts.note(ready("b", 3.0), 604.0)
+    assert starts.lead_s("m", "small", 60.0) == 4.0
 
 
 def test_the_quickest_measured_path_counts() -> None:

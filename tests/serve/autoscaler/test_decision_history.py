@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,10 @@ def test_a_removed_model_is_forgotten(history: DecisionHistory) -> None:
     assert history.names() == []
 
 
-def test_a_restart_continues_with_the_last_day_on_disk(history: DecisionHistory, tmp_path: Path) -> None:
-    journal = DecisionJournal(tmp_path / "decisions.jsonl")
-    for day, count in ((-2 * DAY_S, 1), (-600.0, 2), (-60.0, 3)):
-        at = BEGAN + day
+def write(path: Path, counts: Mapping[float, int]) -> DecisionJournal:
+    """A journal with a decision at each instant, for that count."""
+    journal = DecisionJournal(path / "decisions.jsonl")
+    for at, count in counts.items():
         made = decision(at=at, model="sim", count=count, was_count=count - 1, applied_guardrails=())
         journal.put(
             DecisionRound(
@@ -149,9 +150,23 @@ def test_a_restart_continues_with_the_last_day_on_disk(history: DecisionHistory,
             )
         )
     journal.flush()
-    history.restore(journal, BEGAN)
+    return journal
+
+
+def test_a_restart_continues_with_the_last_day_on_disk(history: DecisionHistory, tmp_path: Path) -> None:
+    history.restore(write(tmp_path, {BEGAN - 2 * DAY_S: 1, BEGAN - 600.0: 2, BEGAN - 60.0: 3}), BEGAN)
     add(history, BEGAN, 4)
     seen = everything(history)
     assert seen.at == [BEGAN - 600, BEGAN - 60, BEGAN]
     assert seen.columns["target"] == [2, 3, 4]
     assert [change.count for change in seen.changes] == [2, 3]
+
+
+@pytest.mark.parametrize("restart_at", [BEGAN, BEGAN + 7300.0])
+def test_rounds_of_a_clock_that_was_set_back_are_left_out(
+    history: DecisionHistory, tmp_path: Path, restart_at: float
+) -> None:
+    rounds = {BEGAN - 600.0: 1, BEGAN + 7140.0: 2, BEGAN + 7200.0: 3, BEGAN - 60.0: 4}
+    history.restore(write(tmp_path, rounds), restart_at)
+    add(history, restart_at + 60.0, 5)
+    assert everything(history).columns["target"] == [1, 4, 5]

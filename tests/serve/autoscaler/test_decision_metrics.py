@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from policy.scaling.decision_types import Decision
 from policy.signals.types import Signals
 from serve.autoscaler.decision_metrics import DecisionCounts
-from tests.tidegate.decisions import DEMAND, decision, situation, unchanged
+from tests.tidegate.decisions import DEMAND, OPTIONS, decision, situation, unchanged
 
 
 def take(counts: DecisionCounts, made: Decision, **over: object) -> None:
@@ -44,6 +45,23 @@ def test_a_forecast_without_signals_at_its_instant_is_not_judged() -> None:
     take(counts, unchanged(at=1010.0), signals=Signals())
     take(counts, unchanged(at=1020.0), signals=Signals(demand=DEMAND))
     assert counts.forecasts == {"sim": 1}  # the second one, made at 1010
+
+
+def test_forecasts_are_judged_in_the_order_of_their_instants() -> None:
+    """A shorter start time makes a later forecast due before an earlier one."""
+    counts = DecisionCounts()
+    slow = tuple(replace(option, lead_s=600.0) for option in OPTIONS)
+    take(counts, decision(at=1000.0), mode_options=slow)  # for 1600
+    take(counts, decision(at=1005.0))  # for 1011
+    take(counts, unchanged(at=1011.0))
+    assert counts.forecasts == {"sim": 1}
+
+
+def test_a_forecast_for_a_time_without_decisions_is_not_judged() -> None:
+    counts = DecisionCounts()
+    take(counts, decision(at=1000.0))
+    take(counts, unchanged(at=1100.0))
+    assert counts.forecasts == {}
 
 
 def test_a_removed_model_has_no_forecasts() -> None:

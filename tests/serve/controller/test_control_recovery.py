@@ -84,6 +84,22 @@ async def test_restart_continues_a_switch(plane: Plane) -> None:
     assert plane.note() == ""
 
 
+async def test_a_clock_that_was_set_back_delays_no_rollback(plane: Plane) -> None:
+    await plane.ready(document(sim_model(control={"start_timeout_s": 60})))
+    plane.cluster.slow = True
+    plane.controller.apply(
+        document(sim_model(control={"start_timeout_s": 60}, sim={"profile": "sim-small", "seed": 7}))
+    )
+    await plane.ticks(2)
+    plane.ahead -= 7200.0
+    await plane.restart()
+    await plane.ticks(2)
+    assert plane.note() == ""
+    plane.now += 60.0
+    await plane.ticks(2)
+    assert plane.note().startswith("rolled back from multi-replica x 1, generation 2")
+
+
 async def test_a_restarted_controller_waits_a_bounded_time_for_heartbeats(plane: Plane) -> None:
     await plane.ready(document())
     plane.cluster.replicas.clear()
@@ -94,6 +110,27 @@ async def test_a_restarted_controller_waits_a_bounded_time_for_heartbeats(plane:
     plane.now += LISTEN_S
     await plane.controller.tick()
     assert plane.cluster.held[SMALL].wanted == 2
+
+
+async def test_refused_orders_are_not_part_of_the_measured_start_time(plane: Plane) -> None:
+    await plane.ready(document())
+    plane.cluster.slow, plane.cluster.refuses = True, "no space left on device"
+    plane.controller.scale("m", 2)
+    await plane.ticks(50)
+    assert plane.counts(READY) == {SMALL: 1}
+    plane.cluster.refuses = ""
+    for _ in range(3):
+        plane.controller.scale("m", 2)
+        await plane.ticks(2)
+        plane.now += 2.0
+        plane.cluster.ready()
+        assert plane.counts(READY) == {SMALL: 2}
+        plane.controller.scale("m", 1)
+        await plane.ticks(2)
+        plane.cluster.drained()
+        plane.now += 600.0
+    (measured,) = plane.controller.autoscaler.observed.starts.saved()
+    assert max(measured.seconds) < 3.0
 
 
 FAULT = AssertionError("no")

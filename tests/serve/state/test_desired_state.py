@@ -12,7 +12,15 @@ from policy.config.deployment import ModelSpec
 from policy.config.engine_revision import digest
 from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator.interface import ActuatorLayer
-from serve.state.desired_state import DesiredMode, ModelTarget, ModelTargets, first_target, found_target
+from serve.state.desired_state import (
+    DesiredMode,
+    ExpectedGain,
+    ModelTarget,
+    ModelTargets,
+    SwitchBlock,
+    first_target,
+    found_target,
+)
 from store.database import Database
 from store.election.database_state_dir import DatabaseStateDir
 from store.state_dir import StateDir
@@ -49,6 +57,20 @@ def test_reached_target_is_the_fallback(first: ModelTarget) -> None:
     assert (failed.aim, failed.fallback, failed.note, failed.since) == (served.aim, None, "why", 30.0)
     # A rollback may have a gap: the rejected target does not serve.
     assert failed.gap
+
+
+def test_a_restored_target_has_no_instants_of_a_clock_that_was_ahead(first: ModelTarget) -> None:
+    served = msgspec.structs.replace(settled(first), created=7200.0)
+    failed = served.toward(served.in_mode("single-large"), now=7200.0).back("why", now=7260.0)
+    large = failed.toward(failed.in_mode("single-large"), now=7300.0, gap=True)
+    gain = ExpectedGain(at=7300.0, was="a", mode="b", gain=0.1, cost=1.0, met=1.0, settled_at=7350.0)
+    target = msgspec.structs.replace(large, drained_at=7400.0, ends_at=7500.0, promise=gain).restored(100.0)
+    assert (target.since, target.created, target.drained_at) == (100.0, 100.0, 100.0)
+    assert target.barred == {"single-large": SwitchBlock(attempts=1, until=220.0)}
+    assert target.ends_at == 100.0 + target.spec.control.mode.drain_timeout_s
+    assert target.promise == msgspec.structs.replace(gain, settled_at=100.0)
+    # Those of the past stay.
+    assert large.restored(9000.0) == large
 
 
 def test_unreached_target_is_no_fallback(first: ModelTarget) -> None:

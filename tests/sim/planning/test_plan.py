@@ -98,6 +98,19 @@ def test_no_fleet_attains_more_than_requests_without_contention() -> None:
 
 
 @pytest.mark.slow
+def test_requests_that_fit_into_no_replica_are_not_cut_by_a_crash() -> None:
+    def arrivals(factor: float) -> Iterator[Arrival]:
+        for number, arrival in enumerate(generated(4.0)(factor)):
+            yield arrival._replace(input_tokens=10_000_000) if number % 20 == 0 else arrival
+
+    document = deployment()
+    (candidate,) = candidates(document.models[0], ["a100"], [1])
+    tried = trials(document, arrivals)
+    assert tried.outage(candidate, 2, crash=False).cut == 0
+    assert tried.outage(candidate, 2, crash=True).cut > 0
+
+
+@pytest.mark.slow
 def test_the_parts_of_a_plan_are_consistent() -> None:
     document = deployment()
     tried = trials(document, generated(10.0, 40.0))

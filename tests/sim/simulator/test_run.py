@@ -151,6 +151,30 @@ def test_queued_requests_are_served_in_the_order_of_arrival() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ticks_s", [(0.5,), (30.0,), (30.0, 5.0)], ids=str)
+def test_samples_have_the_rate_since_the_last_one(ticks_s: tuple[float, ...]) -> None:
+    """Models that share a budget are sampled together, and none more often than gateways report."""
+    models = [
+        {
+            "name": f"m{tick_s:g}",
+            "engine": "sim",
+            "sim": {"profile": "l4-8b"},
+            "shapes": {"small": {"gpus": 1}},
+            "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}}},
+            "control": {"slo": {"ttft_p95_s": 2.0}, "tick_s": tick_s},
+        }
+        for tick_s in ticks_s
+    ]
+    document = parse({"models": models, "budget": {"gpus": 4}})
+    names = [spec.name for spec in document.models]
+    came = [Arrival(0.5 + i, 100, 10, model=name) for i in range(120) for name in names]
+    record = run(document, iter(came), "static")
+    for name in names:
+        rates = [moment.arrivals for moment in record.moments if moment.model == name]
+        assert rates[:20] == pytest.approx([1.0] * len(rates[:20]))
+
+
+@pytest.mark.slow
 def test_replicas_scale_up_and_down_with_the_load() -> None:
     record = run(deployment(), steps(0.5, 6.0, 0.5, each_s=300.0))
     counts = [moment.ready for moment in record.moments]

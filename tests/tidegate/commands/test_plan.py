@@ -83,6 +83,19 @@ def test_tables_show_the_basis_of_each_number(document: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("more", "l4_cost"), [("", None), ("--price l4=0.5", 0.5)])
+def test_the_price_of_the_budget_is_that_of_the_own_gpu_type(
+    document: Path, more: str, l4_cost: float | None
+) -> None:
+    document.write_text(DOCUMENT.replace("0.03", "0.3") + "budget: {gpus: 8, gpu_cost_per_h: 2.5}\n")
+    words = f"--rps 0.2 --input 100 --output 20 --kinds h100,l4 --shapes 1 --minutes 1 --growth 2 {more}"
+    result = run(document, *words.split(), "--json")
+    assert result.exit_code == 0, result.output
+    costs = {each["kind"]: each["cost_per_h"] for each in json.loads(result.stdout)["options"]}
+    assert costs == {"h100": 2.5, "l4": l4_cost}
+
+
+@pytest.mark.slow
 def test_an_slo_that_no_replica_count_meets_is_reported(document: Path) -> None:
     document.write_text(DOCUMENT.replace("0.03", "0.0001"))
     result = run(document, "--rps", "2", *SMALL, "--max-replicas", "20")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from policy.config.deployment import Deployment, ModelSpec, ProviderPrice
+from policy.engine.builtin_profiles import kind_and_size
 from policy.engine.performance_model import EngineLoad
 from policy.errors import ConfigError
 from sim.arrivals import Arrival
-from sim.planning.candidates import candidates
+from sim.planning.candidates import ShapeCandidate, candidates
 from sim.planning.demand import demand_of, describe
 from sim.planning.fleet_size_search import FleetRuns
 from sim.planning.plan import expected_runs
@@ -152,7 +153,7 @@ def plan(
         warn(others)
     request = CapacityPlanRequest(
         growth=sorted(set(growth)),
-        prices=_prices(prices, deployment, [each.kind for each in options]),
+        prices=_prices(prices, deployment, spec, options),
         gpu_peak_w=deployment.budget.gpu_watts,
         core_peak_w=deployment.budget.cpu_watts,
         monthly=None if growth_per_month is None else growth_per_month / 100.0,
@@ -188,13 +189,17 @@ def plan(
         out.print()
 
 
-def _prices(given: tuple[str, ...], deployment: Deployment, types: list[str]) -> dict[str, float]:
-    budget = deployment.budget
+def _prices(
+    given: tuple[str, ...], deployment: Deployment, spec: ModelSpec, options: Sequence[ShapeCandidate]
+) -> dict[str, float]:
+    """The price per device-hour of each type: as given, else of the budget for the deployment's own type."""
+    budget, (own, _) = deployment.budget, kind_and_size(spec.timed_by or "")
+    types = [each.kind for each in options]
     costs = {}
-    for gpu_type in types:
-        cost = budget.cpu_cost_per_h if gpu_type == "cpu" else budget.gpu_cost_per_h
-        if cost:
-            costs[gpu_type] = cost
+    for each in options:
+        gpu_cost = budget.gpu_cost_per_h if each.kind == own else 0.0
+        if cost := budget.cpu_cost_per_h if each.device == "core" else gpu_cost:
+            costs[each.kind] = cost
     for text in given:
         gpu_type, _, price = text.partition("=")
         if gpu_type not in types:
