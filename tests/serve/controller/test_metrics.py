@@ -85,6 +85,16 @@ async def test_a_replica_and_its_gpus(plane: Plane) -> None:
     assert [reason for (*_, reason), value in throttled.items() if value] == ["hardware thermal slowdown"]
 
 
+async def test_the_kv_cache_and_power_of_a_replica_that_sleeps_are_not_counted(plane: Plane) -> None:
+    await plane.up(document())
+    beat(plane)
+    beat(plane, name="r2", state=ReplicaPhase.ASLEEP)
+    found = await collected(plane)
+    for name in ("kv_used_ratio", "power_watts", "energy_joules"):
+        assert found[f"tidegate_replica_{name}"].keys() == {("m", "r1")}, name
+    assert found["tidegate_replica_temperature_celsius"].keys() == {("m", "r1"), ("m", "r2")}
+
+
 async def test_engines_that_were_started_again_are_counted(plane: Plane) -> None:
     await plane.up(document())
     for incarnation in (0, 1, 1, 3):
