@@ -146,7 +146,10 @@ class ControllerMetrics:
         registry = self.observed.registry
         replicas = registry.fleet(self.autoscaler.at).replicas
         states = Counter((each.model, each.shape, each.state) for each in replicas)
-        for model, shape in sorted({(each.model, each.shape) for each in replicas}):
+        # That of a target has zeros while it has no replica: without samples no alert sees what is missing.
+        targets = [self.targets.get(name) for name in self.targets.names()]
+        wanted = {(target.spec.name, target.aim.shape) for target in targets}
+        for model, shape in sorted(wanted.union((each.model, each.shape) for each in replicas)):
             for state in ReplicaPhase:
                 if state is not ReplicaPhase.STOPPED:
                     self._put("replicas", states[model, shape, state], model, shape, str(state))

@@ -53,6 +53,13 @@ async def test_targets_replicas_and_signals(plane: Plane) -> None:
     assert (await collected(plane))["tidegate_override"] == {("m",): 1.0}
 
 
+async def test_a_target_without_a_replica_has_counts_of_zero(plane: Plane) -> None:
+    await plane.up(document())
+    found = await collected(plane)
+    assert found["tidegate_replicas_target"] == {("m",): 1.0}
+    assert found["tidegate_replicas"]["m", "small", "ready"] == 0.0
+
+
 async def test_decisions_are_counted(plane: Plane) -> None:
     await plane.ready(document())
     plane.controller.autoscaler.decide_soon("m", urgent=True)
