@@ -22,6 +22,8 @@ from policy.wire.controller import STATUS, Controllers, answer_of
 # An add reports its progress once a second.
 SILENT_S = 30.0
 CONNECT_S = 2.0
+# The page waits 5 s for a live state, one of which is the pause between two: time for two silent controllers.
+LIVE_SILENT_S = 1.5
 # The status of a controller that does not lead.
 STANDS_BY = answer_of("NotLeader").status
 
@@ -29,27 +31,48 @@ STANDS_BY = answer_of("NotLeader").status
 class ControllerProxy:
     """A client of the controller, whose address is in the current ``deployment``."""
 
-    def __init__(self, secret: str, deployment: Callable[[], Deployment]) -> None:
+    def __init__(
+        self,
+        secret: str,
+        deployment: Callable[[], Deployment],
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """``transport`` replaces the network, for tests."""
         self._deployment = deployment
         self._controllers = Controllers(deployment().cluster.controller)
-        self._http = internal_client(secret, timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S))
+        self._http = internal_client(secret, timeout=_timeout(SILENT_S), transport=transport)
 
     async def ask(
-        self, method: str, path: str, body: bytes = b"", *, actor: AuditActor | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        actor: AuditActor | None = None,
+        silent_s: float = SILENT_S,
     ) -> bytes:
-        """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
+        """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other.
+
+        A controller that does not answer within ``silent_s`` is given up.
+        """
         headers = actor_headers(actor) if actor is not None else None
         why = ""
         for address in self._addresses():
             try:
                 answer = await self._http.request(
-                    method, f"http://{address}{path}", content=body, headers=headers
+                    method,
+                    f"http://{address}{path}",
+                    content=body,
+                    headers=headers,
+                    timeout=_timeout(silent_s),
                 )
-            except httpx.ConnectError as error:  # another one may lead
+            except httpx.HTTPError as error:  # another one may lead
                 why = type(error).__name__
+                self._controllers.failed(address)
+                # One that was asked for a change, and did not answer, may still carry it out.
+                if method != "GET" and not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+                    raise self._unreachable(why) from error
                 continue
-            except httpx.HTTPError as error:
-                raise self._unreachable(type(error).__name__) from error
             if answer.status_code == STANDS_BY:
                 why = "no controller leads"
                 continue
@@ -108,6 +131,10 @@ class ControllerProxy:
             f"The controller at {address} does not answer ({why}); the operation may still be carried out.",
             code="controller_unreachable",
         )
+
+
+def _timeout(silent_s: float) -> httpx.Timeout:
+    return httpx.Timeout(silent_s, connect=min(CONNECT_S, silent_s))
 
 
 def refusal_of(body: bytes) -> Refused:

@@ -59,6 +59,9 @@ _CONTROLLER = "The controller."
 # Without it, nothing of the kind has happened.
 _FIRST = "after the first"
 _GPU = "with NVML"
+# A replica that sleeps has no KV cache, and has lent its GPUs to another one.
+_AWAKE = "unless it sleeps"
+_AWAKE_GPU = f"{_GPU}, {_AWAKE}"
 
 REQUESTS = (
     Metric("tidegate_requests", _C, "requests", "Requests by outcome.", ("model", "route", "outcome")),
@@ -245,16 +248,16 @@ REPLICAS = (
            "Of these, requests that were passed over: no adapter slot was free, for example.", _REPLICA),
     Metric("tidegate_replica_in_flight", _G, "requests", "Requests inside the guard.", _REPLICA),
     Metric("tidegate_replica_bound", _G, "requests", "The most that the guard admits.", _REPLICA),
-    Metric("tidegate_replica_kv_used_ratio", _G, "ratio", "KV cache in use.", _REPLICA),
+    Metric("tidegate_replica_kv_used_ratio", _G, "ratio", "KV cache in use.", _REPLICA, _AWAKE),
     Metric("tidegate_replica_scheduled_tokens", _C, "tokens", "Tokens in the engine's steps.", _REPLICA),
     Metric("tidegate_replica_preempted", _C, "requests", "Requests that lost their KV cache.", _REPLICA),
     Metric("tidegate_replica_slowness_ratio", _G, "ratio",
            "Time of its steps, divided by that of the engine model.", _REPLICA),
     Metric("tidegate_replica_adapters", _G, "adapters", "Adapters that are loaded.", _REPLICA),
     Metric("tidegate_replica_heartbeat_age_seconds", _G, "seconds", "Since its last heartbeat.", _REPLICA),
-    Metric("tidegate_replica_power_watts", _G, "watts", "Power of its GPUs.", _REPLICA, _GPU),
+    Metric("tidegate_replica_power_watts", _G, "watts", "Power of its GPUs.", _REPLICA, _AWAKE_GPU),
     Metric("tidegate_replica_energy_joules", _C, "joules", "Energy of its GPUs since their driver started.",
-           _REPLICA, _GPU),
+           _REPLICA, _AWAKE_GPU),
     Metric("tidegate_energy_joules", _C, "joules",
            "Energy of a model's GPUs by the adapter of the tokens that were computed; _base: without one, "
            "_idle: minutes without a token.", _ADAPTER, _GPU),

@@ -146,7 +146,10 @@ class ControllerMetrics:
         registry = self.observed.registry
         replicas = registry.fleet(self.autoscaler.at).replicas
         states = Counter((each.model, each.shape, each.state) for each in replicas)
-        for model, shape in sorted({(each.model, each.shape) for each in replicas}):
+        # That of a target has zeros while it has no replica: without samples no alert sees what is missing.
+        targets = [self.targets.get(name) for name in self.targets.names()]
+        wanted = {(target.spec.name, target.aim.shape) for target in targets}
+        for model, shape in sorted(wanted.union((each.model, each.shape) for each in replicas)):
             for state in ReplicaPhase:
                 if state is not ReplicaPhase.STOPPED:
                     self._put("replicas", states[model, shape, state], model, shape, str(state))
@@ -156,11 +159,13 @@ class ControllerMetrics:
         slowness = {each.id: each.slowness for seen in situations for each in seen.signals.replicas}
         for replica in replicas:
             load, labels = replica.load, (replica.model, replica.id)
+            asleep = replica.state is ReplicaPhase.ASLEEP
             self._put("replica_running", load.running, *labels)
             self._put("replica_waiting", load.waiting, *labels)
             self._put("replica_in_flight", load.in_flight, *labels)
             self._put("replica_bound", load.bound, *labels)
-            self._put("replica_kv_used_ratio", load.kv_used, *labels)
+            if not asleep:  # it has no KV cache: averages would hide that those of the others are full
+                self._put("replica_kv_used_ratio", load.kv_used, *labels)
             self._put("replica_scheduled_tokens", load.tokens, *labels)
             self._put("replica_adapters", len(replica.adapters), *labels)
             self._put("replica_heartbeat_age_seconds", ages[replica.id], *labels)
@@ -170,15 +175,17 @@ class ControllerMetrics:
             if replica.id in slowness:
                 self._put("replica_slowness_ratio", slowness[replica.id], *labels)
             if replica.id in gpus:
-                self._gpus(gpus[replica.id], labels)
+                self._gpus(gpus[replica.id], labels, lent=asleep)
 
         for key, joules in self.aggregator.energy.joules.items():
             self._put("energy_joules", joules, *key)
             self._put("energy_tokens", self.aggregator.energy.tokens[key], *key)
 
-    def _gpus(self, gpus: GpuReport, labels: tuple[str, str]) -> None:
-        self._put("replica_power_watts", gpus.watts, *labels)
-        self._put("replica_energy_joules", gpus.joules, *labels)
+    def _gpus(self, gpus: GpuReport, labels: tuple[str, str], *, lent: bool) -> None:
+        """The report on GPUs; what those take that are ``lent`` to another replica counts for that one."""
+        if not lent:
+            self._put("replica_power_watts", gpus.watts, *labels)
+            self._put("replica_energy_joules", gpus.joules, *labels)
         self._put("replica_temperature_celsius", gpus.celsius, *labels)
         self._put("replica_xid", gpus.xid, *labels)
         for bit, reason in REASONS.items():

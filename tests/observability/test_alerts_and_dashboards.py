@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from policy.wire.metric_definitions import METRICS, MetricType
+from policy.wire.metric_definitions import ADAPTERS, CONTROL, METRICS, PROCESSES, REPLICAS, MetricType
 from serve.engine.interface import EngineStats
 from serve.engine.sim.metrics import SimEngineMetrics as SimMetrics
 
@@ -36,6 +36,8 @@ _SUFFIXES = {
     MetricType.HISTOGRAM: ("_bucket", "_sum", "_count"),
 }
 _SERIES = re.compile(r"\b((?:tidegate|gen_ai|vllm)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?")
+# What is added up as it is scraped, or as the rate of that.
+_SUMMED = re.compile(r"\bsum by \([^)]*\) \((?:\w+\()?(tidegate_\w+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 
@@ -90,6 +92,35 @@ def test_a_dashboard_has_its_own_id_and_no_panels_that_overlap(name: str) -> Non
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
     assert {variable["name"] for variable in board["templating"]["list"]} >= {"datasource"}
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_adds_up_no_sample_that_each_gateway_repeats(name: str) -> None:
+    repeated = {metric.name for metric in (*CONTROL, *REPLICAS, *ADAPTERS)}
+    processes = {metric.name for metric in PROCESSES if "process" in metric.labels}
+    for panel in DASHBOARDS[name]["panels"]:
+        for target in panel["targets"]:
+            for series, matchers in _SUMMED.findall(target["expr"]):
+                metric = series.removesuffix("_total")
+                assert metric not in repeated, panel["title"]
+                assert metric not in processes or 'process!="controller"' in matchers, panel["title"]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_curve_of_seconds_has_the_unit(name: str) -> None:
+    for panel in DASHBOARDS[name]["panels"]:
+        config = panel["fieldConfig"]
+        units = {
+            override["matcher"]["options"]: each["value"]
+            for override in config["overrides"]
+            for each in override["properties"]
+            if each["id"] == "unit"
+        }
+        legends = {target["legendFormat"] for target in panel["targets"]}
+        assert units.keys() <= legends, panel["title"]
+        for legend in legends:
+            if "seconds" in legend:
+                assert units.get(legend, config["defaults"]["unit"]) == "s", panel["title"]
 
 
 def test_each_alert_has_a_section_of_the_runbook_and_links_to_it() -> None:

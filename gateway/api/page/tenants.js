@@ -13,7 +13,8 @@ export function tenants(main) {
     h("p", { class: "muted" }, "Tokens count since the gateway workers of this host started; rates are over the last 30 s. The weight is a tenant's share when tenants compete."), body));
   return {
     update(state) {
-      const at = state.controller?.at ?? Date.now() / 1000;
+      // The controller's time stands still while it is away; the tokens, which gateways count, do not.
+      const at = performance.now() / 1000;
       const waiting = new Map();
       for (const each of state.controller?.waiting ?? []) waiting.set(each.tenant, (waiting.get(each.tenant) ?? 0) + each.requests);
       patch(body, table("Use by tenant", ["Tenant", "Priority", "Weight", "In flight", "Queued", "Prompt tokens", "Output tokens", "Prompt tokens per second", "Output tokens per second"], state.tenants.map((each) => {

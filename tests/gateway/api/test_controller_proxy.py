@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,11 @@ from msgspec.structs import replace
 
 from gateway.api.application import admin_app
 from gateway.api.controller_proxy import ControllerProxy
+from gateway.protocol.errors import Refused
 from policy.config.deployment import Cluster, Deployment, GatewayConfig, ModelSpec
 from policy.errors import ConfigError
 from policy.types import EngineKind
+from policy.wire.accounting_api import AdminRole, AuditActor
 from policy.wire.controller import problem_of
 from tests.gateway.fake_replica import SECRET, Exchange, FakeController
 
@@ -127,6 +129,57 @@ async def test_of_several_controllers_the_one_that_leads_is_asked(site: Site) ->
     answer = await site.http.get("/admin/decisions")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "controller_unreachable")
     await stands_by.stop()
+
+
+class LostHosts:
+    """Controllers of which ``a`` and ``b`` do not answer, and ``c`` leads."""
+
+    def __init__(self, lost: type[httpx.TransportError]) -> None:
+        self.lost, self.asked = lost, list[str]()
+        deployment = Deployment(models=(ModelSpec(name="alpha"),), cluster=Cluster(controller="a:1,b:1,c:1"))
+        transport = httpx.MockTransport(self._answer)
+        self.proxy = ControllerProxy(SECRET, lambda: deployment, transport)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request.url.host)
+        if request.url.host != "c":
+            raise self.lost("lost", request=request)
+        return httpx.Response(200, content=b'{"alias": {}}\n')
+
+    async def change(self) -> None:
+        await self.proxy.ask("POST", "/scale", b"{}")
+
+    async def look(self) -> None:
+        await self.proxy.ask("GET", "/live")
+
+    async def add(self) -> None:
+        actor = AuditActor("test", AdminRole.ADMIN)
+        assert [line async for line in self.proxy.lines("/adapters", b"{}", "alias", actor=actor)]
+
+
+@pytest.mark.parametrize("lost", [httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadTimeout])
+@pytest.mark.parametrize("operation", [LostHosts.look, LostHosts.add])
+async def test_the_next_controller_is_asked_when_a_host_is_lost_or_hangs(
+    lost: type[httpx.TransportError], operation: Callable[[LostHosts], Awaitable[None]]
+) -> None:
+    hosts = LostHosts(lost)
+    await operation(hosts)
+    assert hosts.asked[:3] == ["a", "b", "c"]
+    await hosts.look()
+    assert set(hosts.asked[3:]) == {"c"}
+
+
+async def test_a_change_goes_to_one_controller_unless_it_cannot_have_been_received() -> None:
+    hosts = LostHosts(httpx.ConnectTimeout)
+    await hosts.change()
+    assert hosts.asked == ["a", "b", "c"]
+    hosts = LostHosts(httpx.ReadTimeout)
+    for asked in (["a"], ["a", "b"]):
+        with pytest.raises(Refused, match="may still be carried out"):
+            await hosts.change()
+        assert hosts.asked == asked
+    await hosts.change()
+    assert hosts.asked == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,13 @@ async def test_targets_replicas_and_signals(plane: Plane) -> None:
     assert (await collected(plane))["tidegate_override"] == {("m",): 1.0}
 
 
+async def test_a_target_without_a_replica_has_counts_of_zero(plane: Plane) -> None:
+    await plane.up(document())
+    found = await collected(plane)
+    assert found["tidegate_replicas_target"] == {("m",): 1.0}
+    assert found["tidegate_replicas"]["m", "small", "ready"] == 0.0
+
+
 async def test_decisions_are_counted(plane: Plane) -> None:
     await plane.ready(document())
     plane.controller.autoscaler.decide_soon("m", urgent=True)
@@ -83,6 +90,16 @@ async def test_a_replica_and_its_gpus(plane: Plane) -> None:
     assert (await collected(plane))["tidegate_energy_joules"] == {("m", "_idle"): 60.0}
     throttled = found["tidegate_replica_throttled"]
     assert [reason for (*_, reason), value in throttled.items() if value] == ["hardware thermal slowdown"]
+
+
+async def test_the_kv_cache_and_power_of_a_replica_that_sleeps_are_not_counted(plane: Plane) -> None:
+    await plane.up(document())
+    beat(plane)
+    beat(plane, name="r2", state=ReplicaPhase.ASLEEP)
+    found = await collected(plane)
+    for name in ("kv_used_ratio", "power_watts", "energy_joules"):
+        assert found[f"tidegate_replica_{name}"].keys() == {("m", "r1")}, name
+    assert found["tidegate_replica_temperature_celsius"].keys() == {("m", "r1"), ("m", "r2")}
 
 
 async def test_engines_that_were_started_again_are_counted(plane: Plane) -> None:

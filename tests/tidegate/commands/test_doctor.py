@@ -9,13 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from policy.types import FleetSnapshot, ReplicaPhase
+from policy.wire.controller import FLEET, GPUS
+from policy.wire.controller_reports import GpuReport
+from serve.controller.client import ControllerClient
 from tests.ports import free_ports
 from tests.serve.fake_nvml import FakeNvml, gpu
+from tests.serve.replicas import replica
 from tests.tidegate.conftest import Site
 from tidegate.cli import group
+from tidegate.commands.deployment.doctor import reports_of_awake
 from tidegate.doctor import check_suite
 from tidegate.doctor.finding import Finding
 
@@ -138,3 +146,19 @@ def test_a_running_deployment_holds_its_own_ports(site: Site) -> None:
     assert f"{site.port}, {site.admin_port}" in found["ports"]["found"]
     assert found["ports"]["found"].endswith("in use by this deployment")
     assert found["GPUs of replicas"]["found"] == "no replica reports GPUs"
+
+
+def test_gpus_that_a_sleeping_replica_has_lent_are_reported_once() -> None:
+    power = GpuReport(watts=250.0)
+    fleet = FleetSnapshot(
+        epoch=1.0, version=1, at=1.0,
+        replicas=(replica("awake"), replica("asleep", state=ReplicaPhase.ASLEEP)),
+    )  # fmt: skip
+    answers: dict[str, object] = {GPUS: {"awake": power, "asleep": power, "new": power}, FLEET: fleet}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=msgspec.json.encode(answers[request.url.path]))
+
+    client = ControllerClient("c:1", "s", transport=httpx.MockTransport(answer))
+    assert reports_of_awake(client).keys() == {"awake", "new"}
+    client.close()

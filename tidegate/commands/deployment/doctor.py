@@ -12,7 +12,9 @@ from rich.text import Text
 
 from policy.deployment_file.parse import parse
 from policy.errors import TargetError, Unreachable
+from policy.types import ReplicaPhase
 from policy.wire.controller_reports import GpuReport
+from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate import deployment_file
 from tidegate.commands.deployment_context import controller_client
@@ -92,6 +94,13 @@ def _subject(state: StateDir, file: Path | None) -> CheckContext:
 
 def _reports(state: StateDir) -> dict[str, GpuReport] | None:
     try:
-        return controller_client(state).gpus()
+        return reports_of_awake(controller_client(state))
     except (Unreachable, TargetError):
         return None
+
+
+def reports_of_awake(client: ControllerClient) -> dict[str, GpuReport]:
+    """The reports of replicas on their GPUs; another one has those of one that sleeps."""
+    reports = client.gpus()
+    asleep = {each.id for each in client.fleet().replicas if each.state is ReplicaPhase.ASLEEP}
+    return {name: report for name, report in reports.items() if name not in asleep}
