@@ -58,6 +58,8 @@ class GpuSet:
         self._nvml = nvml
         self._handles = [gpu_handle(nvml, name) for name in names]
         self._xid, self._card = 0, ""
+        # The last answer of each GPU, by its position, to each question about a counter.
+        self._counted: dict[tuple[int, str], int] = {}
         # One event set per GPU, because an event does not name its GPU.
         self._errors: dict[str, Any] = {}
         try:
@@ -72,7 +74,7 @@ class GpuSet:
         """The sum over the GPUs; ``None`` if none reports its power."""
         nvml = self._nvml
         milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage)
-        millijoules = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption)
+        millijoules = self._count("energy", nvml.nvmlDeviceGetTotalEnergyConsumption)
         celsius = self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksEventReasons)
         clocks = self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
@@ -84,7 +86,7 @@ class GpuSet:
             return None
         return GpuReport(
             watts=sum(milliwatts) / 1e3,
-            joules=sum(millijoules) / 1e3,
+            joules=millijoules / 1e3,
             celsius=float(max(celsius, default=0)),
             throttled=", ".join(word for bit, word in REASONS.items() if any(r & bit for r in reasons)),
             reasons=functools.reduce(operator.or_, reasons, 0) & functools.reduce(operator.or_, REASONS),
@@ -94,13 +96,14 @@ class GpuSet:
             clock_max_mhz=min(fastest, default=0),
             memory_used=sum(each.used for each in memory),
             memory_total=sum(each.total for each in memory),
-            ecc_corrected=self._ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
-            ecc_uncorrected=self._ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+            ecc_corrected=self._ecc_errors("corrected", nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+            ecc_uncorrected=self._ecc_errors("uncorrected", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             **counts,
         )
 
-    def _ecc_errors(self, kind: int) -> int:
-        return sum(self._ask(self._nvml.nvmlDeviceGetTotalEccErrors, kind, self._nvml.NVML_VOLATILE_ECC))
+    def _ecc_errors(self, name: str, kind: int) -> int:
+        nvml = self._nvml
+        return self._count(name, nvml.nvmlDeviceGetTotalEccErrors, kind, nvml.NVML_VOLATILE_ECC)
 
     def _counts(self) -> dict[str, int]:
         """The counters of PCIe and NVLink, in one call a GPU; what a GPU does not count is left out."""
@@ -115,14 +118,27 @@ class GpuSet:
             (nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL, 0): ("nvlink_errors", 1),
             (nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, 0): ("nvlink_errors", 1),
         }
-        found: dict[str, int] = {}
-        for values in self._ask(nvml.nvmlDeviceGetFieldValues, list(fields)):
-            for (name, unit), value in zip(fields.values(), values, strict=True):
+        for i, handle in enumerate(self._handles):
+            values = ask(nvml, handle, nvml.nvmlDeviceGetFieldValues, list(fields)) or ()
+            for (field, _), value in zip(fields, values, strict=False):
                 if value.nvmlReturn == 0:
                     small = value.valueType == nvml.NVML_VALUE_TYPE_UNSIGNED_INT
-                    number = value.value.uiVal if small else value.value.ullVal
-                    found[name] = found.get(name, 0) + int(number) * unit
+                    self._counted[i, str(field)] = int(value.value.uiVal if small else value.value.ullVal)
+        found: dict[str, int] = {}
+        for (field, _), (name, unit) in fields.items():
+            found[name] = found.get(name, 0) + unit * self._sum(str(field))
         return found
+
+    def _count(self, name: str, question: Callable[..., Any], *more: Any) -> int:
+        """The sum of a counter over the GPUs that support the question."""
+        for i, handle in enumerate(self._handles):
+            if (answer := ask(self._nvml, handle, question, *more)) is not None:
+                self._counted[i, name] = int(answer)
+        return self._sum(name)
+
+    def _sum(self, name: str) -> int:
+        """The sum of a counter. It would fall without a GPU that fails to answer, and jump when it does."""
+        return sum(self._counted.get((i, name), 0) for i in range(len(self._handles)))
 
     def _ask(self, question: Callable[..., Any], *more: Any) -> list[Any]:
         """The answers of the GPUs that support the question."""

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from sqlalchemy import Connection
 
 from gateway.telemetry.metric_families import MetricFamilies
-from gateway.telemetry.metric_file_preallocation import MetricFiles
+from gateway.telemetry.metric_files import MetricFiles
 from policy.config.convert import prepare_decoders, require
 from policy.tenancy.price import NANO
 from policy.wire.usage_query import LedgerStatus, UsageBy, UsageQuery, UsageRow
@@ -56,6 +56,8 @@ class LedgerMetrics:
 
     def __init__(self, directory: Path, status: Callable[[], LedgerStatus]) -> None:
         self._directory = directory
+        # It counts nothing: other files would take room with each process that ends.
+        self._files = MetricFiles(directory, os.getpid(), ("gauge_livesum", "gauge_livemax"))
         self._status = status
         self._gauges: dict[str, Gauge] = {}
 
@@ -63,7 +65,7 @@ class LedgerMetrics:
         """Take the present numbers; raises :class:`OSError` where there is no room for them."""
         if not self._gauges:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            MetricFiles(self._directory, os.getpid()).reserve(models=0)
+            self._files.reserve(models=0)
             declared = MetricFamilies(CollectorRegistry())
             self._gauges = {
                 "waiting": declared.gauge("tidegate_ledger_waiting_requests"),

@@ -5,6 +5,7 @@ Prometheus' shared metric files have none, so each worker writes its own to a fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -94,4 +95,5 @@ class ExemplarStore:
             if not Path(f"/proc/{pid}").exists():
                 path.unlink(missing_ok=True)
             elif pid != os.getpid():
-                yield from _decode(path.read_bytes())
+                with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+                    yield from _decode(path.read_bytes())

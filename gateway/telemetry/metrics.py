@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Metric, multiprocess
+from prometheus_client import CollectorRegistry, Metric
 
 from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.protocol.errors import NO_ROOM
@@ -32,7 +32,7 @@ from gateway.telemetry.metric_families import (
     publish_growth,
     publish_total,
 )
-from gateway.telemetry.metric_file_preallocation import MetricFiles
+from gateway.telemetry.metric_files import MetricFiles, read_families
 from gateway.telemetry.queue_metrics import QueueCounters, QueueMetrics
 from gateway.telemetry.tenant_metrics import NONE, TenantMetrics
 from policy.routing.replica_health import HealthCounters
@@ -376,11 +376,4 @@ class WorkerMetrics:
         """
         if self._directory is None:
             return self._registry.collect()
-        directory = Path(self._directory)
-        for path in directory.glob("gauge_live*_*.db"):
-            pid = int(path.stem.rpartition("_")[2])
-            if not Path(f"/proc/{pid}").exists():
-                multiprocess.mark_process_dead(pid, self._directory)  # type: ignore[no-untyped-call]
-        files = [str(path) for kind in kinds for path in directory.glob(f"{kind}_*.db")]
-        merged: Iterable[Metric] = multiprocess.MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
-        return merged
+        return read_families(Path(self._directory), kinds)

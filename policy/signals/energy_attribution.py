@@ -16,6 +16,10 @@ INTERVAL_S = 60.0
 # adapter, of adapters beyond the bound, and of intervals without a token.
 BASE, OTHERS, IDLE = "_base", "_other", "_idle"
 MOST = 500
+# The power of a rack of 72 GPUs: no replica takes more. A counter that grows faster began to include a GPU
+# with all that it took since its driver was loaded. Reports may come this much later than they were made.
+MOST_WATTS = 100e3
+LATE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -33,15 +37,17 @@ class EnergyAttribution:
     def __init__(self) -> None:
         self.joules: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.tokens: Counter[tuple[str, str]] = Counter()
-        self._counters: dict[str, float] = {}
+        # The last counter of each replica, and when it came.
+        self._counters: dict[str, tuple[float, float]] = {}
         self._intervals: dict[str, _Interval] = {}
 
     def spent(self, replica: Replica, joules: float, at: float) -> None:
         """Take the energy counter of a replica's GPUs; one that sleeps has lent them to others."""
-        before = self._counters.get(replica.id)
-        self._counters[replica.id] = joules
+        before, came_at = self._counters.get(replica.id, (joules, at))
+        self._counters[replica.id] = joules, at
         interval = self._interval(replica.model, at)
-        if before is not None and joules > before and replica.state is not ReplicaPhase.ASLEEP:
+        plausible = 0.0 < joules - before <= MOST_WATTS * (at - came_at + LATE_S)
+        if plausible and replica.state is not ReplicaPhase.ASLEEP:
             interval.joules += joules - before
         if at - interval.began >= INTERVAL_S:
             self._attribute(replica.model, self._intervals.pop(replica.model))

@@ -125,7 +125,8 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     slowest GPU, of at most ``clock_max_mhz``. ``memory_used`` and ``memory_total`` are bytes, in sum. The
     rest are totals since the driver was loaded, in sum: ``ecc_*`` errors of memory, bytes over PCIe and
     NVLink to (``*_rx``) and from the GPUs (``*_tx``), ``pcie_replays`` and ``nvlink_errors`` (CRC errors,
-    replays and recoveries). 0 is also what a GPU or its driver does not count.
+    replays and recoveries), with the last ones of a GPU that does not answer. 0 is also what a GPU or its
+    driver does not count.
     """
 
     watts: float

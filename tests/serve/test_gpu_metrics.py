@@ -50,10 +50,10 @@ def test_the_last_gpu_error_and_its_gpu_are_kept() -> None:
     # A program error on another GPU does not replace it.
     nvml.errors = {0: [45, 13]}
     assert report_of(gpu_set).xid == 79
-    # A GPU that fell off the bus reports nothing else.
+    # A GPU that fell off the bus reports nothing else; what it had counted stays.
     for each in nvml.gpus:
         each.clear()
-    assert gpu_set.read() == GpuReport(watts=0.0, xid=79, card="GPU-1")
+    assert gpu_set.read() == GpuReport(watts=0.0, joules=10_000.0, xid=79, card="GPU-1")
 
 
 def test_a_program_error_is_replaced_by_a_gpu_error() -> None:
@@ -100,7 +100,7 @@ def test_memory_errors_precede_a_lost_gpu() -> None:
         nvml.move(moment)
         seen.append(report_of(gpu_set))
     assert [(each.xid, each.ecc_corrected, each.ecc_uncorrected) for each in seen] == [
-        (63, 3, 0), (94, 3, 1), (79, 0, 0),
+        (63, 3, 0), (94, 3, 1), (79, 3, 1),
     ]  # fmt: skip
 
 
@@ -110,6 +110,26 @@ def test_counts_are_summed_over_gpus_and_the_slowest_clock_counts() -> None:
     seen = report_of(GpuSet(FakeNvml(one, two, gpu()), ("0", "1", "2")))
     assert (seen.clock_mhz, seen.clock_max_mhz, seen.memory_used, seen.memory_total) == (1200, 1755, 30, 160)
     assert (seen.ecc_corrected, seen.ecc_uncorrected, seen.pcie_tx, seen.pcie_replays) == (4, 6, 11, 1)
+
+
+@pytest.mark.parametrize("lost", ["mj", "ecc", "fields"])
+def test_counters_do_not_fall_when_a_gpu_fails_to_answer_once(lost: str) -> None:
+    nvml = FakeNvml(*(gpu(ecc=[1, 2], fields={"94": 3, "138": 4}) for _ in range(2)))
+    gpu_set = GpuSet(nvml, ("0", "1"))
+    before = gpu_set.read()
+    answer = nvml.gpus[1].pop(lost)
+    assert gpu_set.read() == before
+    nvml.gpus[1][lost] = answer
+    assert gpu_set.read() == before
+
+
+def test_a_counter_that_one_of_several_fields_lacks_once_does_not_fall() -> None:
+    nvml = FakeNvml(gpu(fields={"94": 3, "138": 4}))
+    gpu_set = GpuSet(nvml, ("0",))
+    before = report_of(gpu_set)
+    nvml.gpus[0]["fields"] = {"138": 5}
+    read = report_of(gpu_set)
+    assert (read.pcie_replays, read.nvlink_tx) == (before.pcie_replays, 5 * 1024)
 
 
 def test_metrics_are_read_without_event_support(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import psutil
 
+from gateway.telemetry.metric_files import merge_ended
 from policy.deployment_file.diff import ChangeEffect, ConfigChange, diff
 from policy.deployment_file.parse import parse
 from policy.errors import ConfigError, EngineFailed, PreconditionFailed, TidegateError
@@ -59,6 +60,7 @@ class Supervisor:
         self._progress = progress
         self._stopping = asyncio.Event()
         self._applying = asyncio.Lock()
+        self._merging: set[asyncio.Task[None]] = set()
         self._phase: Literal["starting", "ready", "stopping"] = "starting"
         self._record = ProcessRecord(state)
         self._remote = remote
@@ -351,6 +353,18 @@ class Supervisor:
         with contextlib.suppress(OSError):
             for path in self._state.metrics_dir.glob(f"gauge_live*_{pid}.db"):
                 path.unlink(missing_ok=True)
+        merging = asyncio.create_task(self._merge_metrics())
+        self._merging.add(merging)
+        merging.add_done_callback(self._merging.discard)
+
+    async def _merge_metrics(self) -> None:
+        """Merge the counts of ended processes; what fails is merged after the next end of one."""
+        if self._phase == "stopping":
+            return
+        try:
+            await asyncio.to_thread(merge_ended, self._state.metrics_dir)
+        except OSError as error:
+            self._note(f"the metric files of ended processes cannot be merged: {error}")
 
     async def _keep_record(self) -> None:
         while True:

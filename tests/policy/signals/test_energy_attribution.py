@@ -56,6 +56,14 @@ def test_a_counter_that_begins_again_and_gpus_that_others_use_count_nothing() ->
     assert meter.joules == {("m", IDLE): 50.0}
 
 
+def test_a_counter_that_begins_to_include_a_gpu_counts_nothing_and_goes_on_from_there() -> None:
+    meter = EnergyAttribution()
+    # The second GPU answers from the third report on, with all that it took since its driver was loaded.
+    for joules, after_s in ((9e8, 0.0), (9e8 + 500.0, 1.0), (18e8, 2.0), (18e8 + 60e3, INTERVAL_S)):
+        meter.spent(replica(), joules, T + after_s)
+    assert meter.joules == {("m", IDLE): 500.0 + 60e3}
+
+
 def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energy_attribution, "MOST", 1)
     meter = EnergyAttribution()

@@ -108,6 +108,9 @@ def test_a_killed_worker_is_restarted_on_the_same_port(running: Site) -> None:
     restarts = {entry["name"]: entry["restarts"] for entry in running.status()["supervisor"]["processes"]}
     assert restarts == {"gateway-0": 1, "gateway-1": 0, "accounting": 0}
     assert running.workers()["gateway-1"] == before["gateway-1"]
+    metrics = running.state / "metrics"
+    until(lambda: not list(metrics.glob(f"*_{before['gateway-0']}.*")), "its counts are merged")
+    assert (metrics / "counter_ended.db").exists()
 
 
 @process
