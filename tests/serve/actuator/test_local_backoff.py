@@ -265,7 +265,7 @@ async def test_hosts_that_another_version_recorded_are_ended(site: Site) -> None
     await site.actuator.close()
     site.restart()
     assert await site.actuator.layers() == {}
-    assert not [process for process in running if find(process.pid, process.created)]
+    assert not [process for process in running if process.process()]
     assert path.with_suffix(".unreadable").read_bytes() == foreign
     await start(site, 1)
     await site.actuator.close()
