@@ -32,8 +32,8 @@ pytestmark = pytest.mark.process
 KEYS = {"web": "key-of-web", "night": "key-of-night"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-# What a healthy deployment without GPUs has no samples of.
-ABSENT = {"after the first", "with NVML", "with external models"}
+# How the conditions begin of what a healthy deployment without GPUs has no samples of.
+ABSENT = ("after the first", "with NVML", "with external models")
 
 
 def document(adapter: Path) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def test_counts_never_fall_under_load_and_a_restart(loaded: Client) -> None:
 def test_every_documented_metric_and_no_other(stack: Stack, loaded: Client) -> None:
     def missing() -> set[str]:
         families = scraped(stack)
-        wanted = {name for name, metric in METRICS.items() if metric.when not in ABSENT}
+        wanted = {name for name, metric in METRICS.items() if not metric.when.startswith(ABSENT)}
         return wanted - {name for name, family in families.items() if family.samples}
 
     # Heartbeats, decisions and figures of processes come every few seconds.
