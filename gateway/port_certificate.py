@@ -18,8 +18,8 @@ T = TypeVar("T")
 class PortCertificate(Generic[T]):
     """What ``load`` makes of the files of the port whose section is at ``path``.
 
-    Changed files that do not fit leave the last in force, and are logged; one that cannot be read is tried
-    again at each look. Raises :class:`policy.errors.ConfigError` if the first do not fit.
+    Changed files that do not fit leave the last in force, and are logged. One that cannot be read is tried
+    again at the next look. Raises :class:`policy.errors.ConfigError` if the first do not fit.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ import time
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import msgspec
 import psutil
 
 # A start time is computed from the kernel's boot time, which moves when the clock is set: it identifies a
@@ -109,6 +110,25 @@ def find(pid: int, started: float | None = None, key: str = "") -> psutil.Proces
         return found if same and found.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
+
+
+class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
+    """A process; ``start_key`` distinguishes it from a later one with the same id.
+
+    The record of a version that kept no key has an empty one: ``created`` (Unix seconds) does so then.
+    """
+
+    pid: int
+    created: float
+    start_key: str = ""
+
+    def process(self) -> psutil.Process | None:
+        """The running process, if there is one."""
+        return find(self.pid, self.created, self.start_key)
+
+    def with_key(self) -> Self:
+        """This running process, with the key that an earlier version did not record."""
+        return self if self.start_key else msgspec.structs.replace(self, start_key=start_key(self.pid))
 
 
 def terminate(process: psutil.Process) -> None:

@@ -22,8 +22,8 @@ from policy.wire.controller import STATUS, Controllers, answer_of
 # An add reports its progress once a second.
 SILENT_S = 30.0
 CONNECT_S = 2.0
-# The page waits 5 s for a live state, one of which is the pause between two: time for two silent controllers.
-LIVE_SILENT_S = 1.5
+# The page waits 5 s for a live state, one of which is the pause between two.
+LIVE_WITHIN_S = 3.0
 # The status of a controller that does not lead.
 STANDS_BY = answer_of("NotLeader").status
 
@@ -49,22 +49,21 @@ class ControllerProxy:
         body: bytes = b"",
         *,
         actor: AuditActor | None = None,
-        silent_s: float = SILENT_S,
+        within_s: float | None = None,
     ) -> bytes:
         """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other.
 
-        A controller that does not answer within ``silent_s`` is given up.
+        A controller that does not answer for :data:`SILENT_S` is given up; with ``within_s`` all of them have
+        this time together.
         """
         headers = actor_headers(actor) if actor is not None else None
+        addresses = self._addresses()
+        timeout = _timeout(SILENT_S if within_s is None else within_s / len(addresses))
         why = ""
-        for address in self._addresses():
+        for address in addresses:
             try:
                 answer = await self._http.request(
-                    method,
-                    f"http://{address}{path}",
-                    content=body,
-                    headers=headers,
-                    timeout=_timeout(silent_s),
+                    method, f"http://{address}{path}", content=body, headers=headers, timeout=timeout
                 )
             except httpx.HTTPError as error:  # another one may lead
                 why = type(error).__name__

@@ -71,7 +71,7 @@ class ServedModel:
     def is_unavailable(self, at: float) -> bool:
         """Whether no replica is reachable and none is starting; ``at`` is loop time.
 
-        False for a model that is scaled to zero, and for one that was not checked yet.
+        False for a model that is scaled to zero, and for one that was not checked yet; a removed one is.
         """
         if not self.handles or any(handle.answering for handle in self.handles):
             return self.removed

@@ -22,7 +22,6 @@ from policy.config.convert import convert
 from policy.config.deployment import ModelSpec
 from policy.config.external_servers import DiscoveryConfig, ExternalServer, ServerSettings
 from policy.deployment_file.external_server_checks import check_servers
-from policy.errors import ConfigError
 from store.kubernetes.engine_pod_labels import PREFIX
 from store.watched_files import WatchedFiles
 
@@ -51,7 +50,7 @@ class ServerDiscovery:
         try:
             found = await self._look(spec, discovery, found)
             self._failed.discard(spec.name)
-        except (OSError, ValueError, ConfigError, yaml.YAMLError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, others are served
             if spec.name not in self._failed:
                 self._failed.add(spec.name)
                 self._log.warning("discovery_failed", model=spec.name, cause=error)

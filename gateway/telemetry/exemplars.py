@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from gateway.telemetry.metric_files import has_ended
 from gateway.telemetry.traces.request_trace import read_traceparent
 
 WRITE_EVERY_S = 5.0
@@ -75,7 +76,7 @@ class ExemplarStore:
         if self._directory is None or self._written:
             return
         self._written = True
-        path = self._directory / f"exemplars_{os.getpid()}.json"
+        path = _own(self._directory)
         part = path.with_suffix(".part")
         part.write_bytes(msgspec.json.encode(list(self._mine.values())))
         part.replace(path)
@@ -90,10 +91,16 @@ class ExemplarStore:
         return newest
 
     def _others(self) -> Iterator[Exemplar]:
-        for path in self._directory.glob("exemplars_*.json") if self._directory is not None else ():
-            pid = int(path.stem.rpartition("_")[2])
-            if not Path(f"/proc/{pid}").exists():
+        if self._directory is None:
+            return
+        for path in self._directory.glob("exemplars_*.json"):
+            if has_ended(path):
                 path.unlink(missing_ok=True)
-            elif pid != os.getpid():
+            elif path != _own(self._directory):
                 with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
                     yield from _decode(path.read_bytes())
+
+
+def _own(directory: Path) -> Path:
+    """The file of this process."""
+    return directory / f"exemplars_{os.getpid()}.json"

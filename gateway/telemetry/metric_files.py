@@ -67,7 +67,7 @@ def read_families(directory: Path, kinds: Collection[str]) -> Iterable[Metric]:
     """The families of ``kinds`` over all processes, live gauges over those that still run. Blocks."""
     with _locked(directory, fcntl.LOCK_SH):
         for path in directory.glob("gauge_live*_*.db"):
-            if _has_ended(path):
+            if has_ended(path):
                 path.unlink(missing_ok=True)
         files = [str(path) for kind in kinds for path in directory.glob(f"{kind}_*.db") if _is_filled(path)]
         merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
@@ -81,10 +81,10 @@ def merge_ended(directory: Path) -> None:
     """
     with _locked(directory, fcntl.LOCK_EX):
         for kind in (MetricType.COUNTER, MetricType.HISTOGRAM):
-            if ended := [path for path in directory.glob(f"{kind}_*.db") if _has_ended(path)]:
+            if ended := [path for path in directory.glob(f"{kind}_*.db") if has_ended(path)]:
                 _merge(directory / f"{kind}_{ENDED}.db", ended)
         for path in directory.glob("exemplars_*.*"):
-            if _has_ended(path):
+            if has_ended(path):
                 path.unlink(missing_ok=True)
 
 
@@ -123,7 +123,7 @@ def _locked(directory: Path, how: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _has_ended(path: Path) -> bool:
+def has_ended(path: Path) -> bool:
     """Whether the process that wrote this file has ended."""
     pid = path.stem.rpartition("_")[2]
     return pid != ENDED and not Path("/proc", pid).exists()

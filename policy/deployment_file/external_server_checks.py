@@ -92,15 +92,16 @@ def check_url(path: str, url: str, expected: str) -> None:
     good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
     plain = not parts.query and not parts.fragment and "@" not in parts.netloc
     shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
-    require(good and plain and _is_host(str(parts.hostname)), path, shown, expected)
+    require(good and plain and is_host(str(parts.hostname)), path, shown, expected)
 
 
-def _is_host(name: str) -> bool:
-    """Whether ``name`` is no IPv4 address with a mistake, such as 10.0.0.256 or 192.168.010.5."""
-    if not _DOTTED_NUMBERS.fullmatch(name):
-        return True
+def is_host(name: str) -> bool:
+    """Whether HTTP clients take the host: no IPv4 address such as 10.0.0.256, no label such as ``xn--a``."""
     try:
-        ip_address(name)
+        if _DOTTED_NUMBERS.fullmatch(name):
+            ip_address(name)
+        else:
+            name.encode("ascii").decode("idna")
     except ValueError:
         return False
     return True

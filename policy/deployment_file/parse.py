@@ -30,7 +30,13 @@ from policy.config.media_hosts import fetching
 from policy.config.port_conflicts import check_ports, is_loopback
 from policy.config.tenancy_checks import check_tenants
 from policy.deployment_file.engine_tracing import traced
-from policy.deployment_file.external_server_checks import check_external, check_key, check_object, check_url
+from policy.deployment_file.external_server_checks import (
+    check_external,
+    check_key,
+    check_object,
+    check_url,
+    is_host,
+)
 from policy.deployment_file.gateway_checks import HOST, check_gateway, is_network
 from policy.engine.builtin_profiles import profile
 from policy.errors import ConfigError
@@ -274,7 +280,7 @@ def _check_cluster(deployment: Deployment) -> None:
     joined = deployment.deploys and cluster.address != "local"
     for address in cluster.controllers:
         host, _, port = address.rpartition(":")
-        good = host and _PORT.fullmatch(port) and 1 <= int(port) <= 65_535
+        good = host and is_host(host) and _PORT.fullmatch(port) and 1 <= int(port) <= 65_535
         require(good, "cluster.controller", cluster.controller, "HOST:PORT, or several: HOST:PORT,HOST:PORT")
         reached = not joined or not _loopback(address) or _loopback(cluster.address)
         expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"

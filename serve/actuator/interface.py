@@ -36,8 +36,8 @@ class ActuatorLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     ``waits`` says which resources its replicas wait for, of which ``unplaced`` have none yet. ``retry_at`` is
     the next start (Unix seconds) after failed ones, if known. The replicas of a layer that ``sleeps`` exist:
-    they are woken and put to sleep. ``hosts`` are the ids of its hosts, where nothing else replaces one that
-    hangs.
+    they are woken and put to sleep. ``hosts`` are the ids of its hosts, if they send heartbeats and
+    nothing else replaces one that hangs.
     """
 
     wanted: int
@@ -66,13 +66,13 @@ def host_spec(  # noqa: PLR0917
 
 
 def host_part(host: str) -> str:
-    """The last part of a host's id, which the ids of its replicas have too: it may be a group of engines."""
+    """The unique part of the id of a host, which the id of its replica has too."""
     return host.rpartition("-")[2]
 
 
 def same_host(host: str, replica: str) -> bool:
     """Whether ``replica`` runs on the host with this id."""
-    return host_part(host) in replica.split("-")
+    return host_part(host) == host_part(replica)
 
 
 def deployment_id(state: StateDir) -> str:

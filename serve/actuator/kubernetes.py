@@ -87,6 +87,8 @@ class KubernetesActuator:
         After the first answer workloads are found by their annotations.
         """
         if self._last.value is not None:
+            used = {at for spec in models if spec.is_scaled for at in self._places(spec, used_shapes(spec))}
+            self._earlier |= {at: self._known.pop(at) for at in self._known.keys() - used}
             return
         self._models = {spec.name: spec for spec in models if _service(spec) is not None and spec.is_scaled}
         self._services, self._known, self._earlier = {}, {}, {}

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-import psutil
 
 from policy.config.deployment import Cluster, ModelSpec
 from policy.errors import ActuatorFailed
@@ -30,7 +29,7 @@ from serve.actuator.serve_application_status import required_resources
 from serve.host.gpu_group_host import HostProcessSpec
 from serve.host.weight_verification import ResolvedWeights
 from store.log_file import RotatingLog
-from store.os_process import end_all, find, start_key, started_at, terminate
+from store.os_process import ProcessId, end_all, start_key, started_at, terminate
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -42,22 +41,7 @@ NOTICED_S = 10.0
 BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 
-class _ProcessId(msgspec.Struct, frozen=True, kw_only=True):
-    """A process; ``start_key`` distinguishes it from a later one with the same id.
-
-    The record of a version that kept no key has an empty one: ``created`` (Unix seconds) does so then.
-    """
-
-    pid: int
-    created: float
-    start_key: str = ""
-
-    def process(self) -> psutil.Process | None:
-        """The running process, if there is one."""
-        return find(self.pid, self.created, self.start_key)
-
-
-class HostProcess(_ProcessId, frozen=True, kw_only=True):
+class HostProcess(ProcessId, frozen=True, kw_only=True):
     """A host process and its ``gpus``."""
 
     replica: str
@@ -80,9 +64,9 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ForeignRecord(msgspec.Struct, frozen=True):
-    """What is read of the layer of another version."""
+    """What is read of a layer that another version recorded."""
 
-    processes: tuple[_ProcessId, ...] = ()
+    processes: tuple[ProcessId, ...] = ()
 
 
 class LocalActuator:
@@ -211,7 +195,7 @@ class LocalActuator:
         self._records.clear()
         self._save()
 
-    async def _end(self, processes: Sequence[_ProcessId]) -> None:
+    async def _end(self, processes: Sequence[ProcessId]) -> None:
         running = [found for p in processes if (found := p.process()) is not None]
         # The engine of a killed host ends too: its standard input closes.
         await asyncio.to_thread(end_all, running, GRACE_S)
@@ -224,7 +208,7 @@ class LocalActuator:
         record = self._records[key]
         for pid in [pid for pid, child in self._children.items() if child.returncode is not None]:
             del self._children[pid]
-        living = tuple(_with_key(p) for p in record.processes if p.process() is not None)
+        living = tuple(p.with_key() for p in record.processes if p.process() is not None)
         died = sum(not p.leaving for p in record.processes) > sum(not p.leaving for p in living)
         record = msgspec.structs.replace(record, processes=living)
         # What ended before this process began, as in a power cut, is no failure of a start; and what ended
@@ -297,14 +281,14 @@ class LocalActuator:
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
             env=os.environ | _visible(gpus),
         )  # fmt: skip
-        # A process that ended at once has no start time; the next call counts it as failed.
-        created = started_at(child.pid) or 0.0
         self._children[child.pid] = child
-        process = HostProcess(
-            pid=child.pid, created=created, replica=replica, gpus=gpus, start_key=start_key(child.pid)
-        )
-        record = msgspec.structs.replace(record, processes=(*record.processes, process))
         try:
+            # A process that ended at once has no start time; the next call counts it as failed.
+            process = HostProcess(
+                pid=child.pid, created=started_at(child.pid) or 0.0, start_key=start_key(child.pid),
+                replica=replica, gpus=gpus,
+            )  # fmt: skip
+            record = msgspec.structs.replace(record, processes=(*record.processes, process))
             self._put(record)
             assert child.stdin is not None
             child.stdin.write(msgspec.json.encode(HostProcessSpec(spec=spec, replica=replica)) + b"\n")
@@ -325,13 +309,6 @@ class LocalActuator:
         self._unsaved = True
         self._state.save(self._path, list(self._records.values()))
         self._unsaved = False
-
-
-def _with_key(process: HostProcess) -> HostProcess:
-    """A running process, with the key that an earlier version did not record."""
-    return (
-        process if process.start_key else msgspec.structs.replace(process, start_key=start_key(process.pid))
-    )
 
 
 def _visible(gpus: GpuGrant) -> dict[str, str]:

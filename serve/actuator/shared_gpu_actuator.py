@@ -115,9 +115,11 @@ class SharedGpuActuator:
             if not record.wanted:
                 await self._end(key, there=held is not None)
             elif held is not None:
+                # The host of a group has no heartbeat, and replaces the hosts of its engines itself.
+                held = msgspec.structs.replace(held, sleeps=held.wanted > 0, hosts=())
                 for shape, wanted in record.wanted.items():
                     found[LayerKey(key.model, shape, key.generation)] = msgspec.structs.replace(
-                        held, wanted=wanted, digest=record.digests[shape], sleeps=held.wanted > 0
+                        held, wanted=wanted, digest=record.digests[shape]
                     )
         return inner | found
 

@@ -12,20 +12,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from store.os_process import find, start_key
+from store.os_process import ProcessId, start_key
 from store.state_dir import private_directory
 
 
-class CoreSet(msgspec.Struct, frozen=True):
-    """Cores claimed by the process ``pid`` that started at ``created`` and has the ``start_key``.
+class CoreSet(ProcessId, frozen=True, kw_only=True):
+    """The cores that a process claimed."""
 
-    The key is empty in a claim of a version that kept none.
-    """
-
-    pid: int
-    created: float
     cores: tuple[int, ...]
-    start_key: str = ""
 
 
 @contextmanager
@@ -36,11 +30,7 @@ def _claims(path: Path) -> Iterator[list[CoreSet]]:
         file.seek(0)
         data = file.read()
         kept = msgspec.json.decode(data, type=list[CoreSet]) if data else []
-        live = [
-            claim if claim.start_key else msgspec.structs.replace(claim, start_key=start_key(claim.pid))
-            for claim in kept
-            if find(claim.pid, claim.created, claim.start_key) is not None
-        ]
+        live = [claim.with_key() for claim in kept if claim.process() is not None]
         yield live
         file.seek(0)
         file.truncate()
@@ -58,7 +48,8 @@ def claim_cores(path: Path, count: int, cores: tuple[int, ...] | None = None) ->
         taken = Counter(core for held in live for core in held.cores)
         chosen = tuple(sorted(sorted(available, key=lambda core: (taken[core], core))[:count]))
         this = os.getpid()
-        live.append(CoreSet(this, psutil.Process(this).create_time(), chosen, start_key(this)))
+        created = psutil.Process(this).create_time()
+        live.append(CoreSet(pid=this, created=created, start_key=start_key(this), cores=chosen))
     return chosen
 
 

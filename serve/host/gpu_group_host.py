@@ -26,7 +26,7 @@ from serve.host.replica_host import HostSpec, ReplicaHost
 from serve.host.shared_gpu_locks import GpuLocks, open_lock, try_lock
 from serve.host.time_shared_engine import EngineSlot, TimeSharedGpuAccess
 from store.log_file import RotatingLog
-from store.os_process import end_all, find, start_key, started_at, terminate
+from store.os_process import ProcessId, end_all, start_key, started_at, terminate
 from store.state_dir import StateDir, default_root, own_directory, private_directory, write_atomic
 
 log = logging.getLogger("tidegate.host")
@@ -58,8 +58,8 @@ class HostProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
 
 
-class GroupEngineProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """The host process of one engine; ``made_of`` identifies its specification and GPUs."""
+class GroupEngineProcess(ProcessId, frozen=True, kw_only=True):
+    """The host process of one engine, or none; ``made_of`` identifies its specification and GPUs."""
 
     shape: str
     index: int
@@ -69,12 +69,9 @@ class GroupEngineProcess(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = ""
     pid: int = 0
     created: float = 0.0
-    # Empty in the record of a version that kept none.
-    start_key: str = ""
 
     def process(self) -> psutil.Process | None:
-        """The running process, if there is one."""
-        return find(self.pid, self.created, self.start_key) if self.pid else None
+        return super().process() if self.pid else None
 
 
 class GpuGroupHost:
@@ -85,11 +82,10 @@ class GpuGroupHost:
 
     replicas: tuple[ReplicaHost, ...] = ()
 
-    def __init__(self, spec: HostSpec, group: GpuGroup, *, replica: str, address: str, node: str) -> None:
+    def __init__(self, spec: HostSpec, group: GpuGroup, *, address: str, node: str) -> None:
         self.spec = spec
         self.lost = asyncio.Event()
         self._group = group
-        self._unique = replica.rpartition("-")[2]
         self._address = address
         self._node = node
         root = _root(spec)
@@ -179,9 +175,7 @@ class GpuGroupHost:
         if process is not None:
             if self._is_hung(member.replica):
                 process.kill()
-            if not member.start_key:
-                member = msgspec.structs.replace(member, start_key=start_key(member.pid))
-            return member
+            return member.with_key()
         if member.pid:
             self._signs.pop(member.replica, None)
             sign_of_life(self._folder, member.replica).unlink(missing_ok=True)
@@ -289,7 +283,7 @@ def host_of(assignment: HostProcessSpec) -> Host:
     group = gpu_group_of(spec.model)
     if group is None:
         return ReplicaHost(spec, replica=replica, address=address, node=node)
-    return GpuGroupHost(spec, group, replica=replica, address=address, node=node)
+    return GpuGroupHost(spec, group, address=address, node=node)
 
 
 def _root(spec: HostSpec) -> Path:

@@ -92,7 +92,7 @@ class ReplicaRegistry:
 
     def _heard_parts(self) -> set[str]:
         """The parts of the ids of all replicas that sent heartbeats."""
-        return {part for name in (*self._entries, *self._gone) for part in name.split("-")}
+        return {host_part(name) for name in (*self._entries, *self._gone)}
 
     def take_hung(self, now: float) -> list[Replica]:
         """Replicas that were removed and have been silent for :data:`HUNG_S`: their hosts hang. Each once.

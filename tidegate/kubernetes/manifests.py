@@ -388,3 +388,5 @@ def _files(raw: object, key: str = "") -> Iterator[str]:
         is_path = key in ("source", "path") and raw.startswith((".", "/", "~"))
         if raw and (is_path or key == "file" or key.endswith("_file")):
             yield raw
+        elif key in ("custom", "class") and raw.startswith("/"):  # of a policy: PATH:NAME
+            yield raw.rpartition(":")[0]

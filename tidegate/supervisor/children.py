@@ -93,7 +93,7 @@ class SupervisedProcess:
             try:
                 await self._run_once()
             except Exception as error:  # noqa: BLE001 - whatever fails after an exit, it is started again
-                self.note(f"the exit of {self.spec.name} could not be handled: {error}")
+                self.note(f"after the exit of {self.spec.name}: {error}")
             if self._stopping.is_set():
                 return
             self.failures = failures_after(self.failures, loop.time() - self.started_at, STABLE_S)

@@ -11,26 +11,18 @@ from collections.abc import Callable, Iterable
 import msgspec
 import psutil
 
-from store.os_process import end_all, find, start_key, started_at
+from store.os_process import ProcessId, end_all, start_key, started_at
 from store.state_dir import StateDir
 
 
-class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of ours; ``start_key`` distinguishes it from a later one with the same pid.
-
-    The record of a version that kept no key has an empty one: ``created_at`` (Unix seconds) does so then.
-    """
+class RecordedProcess(ProcessId, frozen=True, kw_only=True):
+    """A process of ours."""
 
     name: str
-    pid: int
-    created_at: float
-    start_key: str = ""
+    created: float = msgspec.field(name="created_at")
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
-
-    def process(self) -> psutil.Process | None:
-        return find(self.pid, self.created_at, self.start_key)
 
 
 class ProcessRecord:
@@ -56,11 +48,9 @@ class ProcessRecord:
     def add(self, name: str, pid: int) -> None:
         """Record a process that was just started, unless it has exited already."""
         self.started.add(pid)
-        if (created_at := started_at(pid)) is None:
+        if (created := started_at(pid)) is None:
             return
-        self.entries[pid] = RecordedProcess(
-            name=name, pid=pid, created_at=created_at, start_key=start_key(pid)
-        )
+        self.entries[pid] = RecordedProcess(name=name, pid=pid, created=created, start_key=start_key(pid))
         self._save()
 
     def snapshot(self) -> None:
@@ -70,7 +60,7 @@ class ProcessRecord:
         """
         self.collect_orphans()
         this = psutil.Process()
-        self.entries = {entry.pid: entry for entry in self.living()}
+        self.entries = {entry.pid: entry.with_key() for entry in self.living()}
         for process in (this, *this.children(recursive=True)):
             if process.pid in self.entries:
                 continue
@@ -79,7 +69,7 @@ class ProcessRecord:
                     self.entries[process.pid] = RecordedProcess(
                         name=process.name(),
                         pid=process.pid,
-                        created_at=process.create_time(),
+                        created=process.create_time(),
                         start_key=start_key(process.pid),
                     )
         if self.entries != self._saved:

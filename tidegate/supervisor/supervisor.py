@@ -363,7 +363,7 @@ class Supervisor:
             return
         try:
             await asyncio.to_thread(merge_ended, self._state.metrics_dir)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a file may be broken: prometheus_client raises whatever
             self._note(f"the metric files of ended processes cannot be merged: {error}")
 
     async def _keep_record(self) -> None:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 
-from gateway.api.controller_proxy import LIVE_SILENT_S
+from gateway.api.controller_proxy import LIVE_WITHIN_S
 from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, Services
 from gateway.protocol.errors import Refused
 from policy.wire.controller import HISTORY, LIVE, MODE, SCALE, with_query
@@ -74,7 +74,7 @@ async def _state(services: Services) -> dict[str, Any]:
         "tenants": await services.tenants.describe(),
     }
     try:
-        live = await services.controller.ask("GET", LIVE, silent_s=LIVE_SILENT_S)
+        live = await services.controller.ask("GET", LIVE, within_s=LIVE_WITHIN_S)
         state["controller"] = msgspec.Raw(live)
     except Refused as refused:
         state["problem"] = {"code": refused.code, "message": refused.message}

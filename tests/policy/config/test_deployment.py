@@ -78,7 +78,8 @@ REFUSED: Rows = [
     ("tracing.sample_ratio", 1.5, "<= 1"), ("tracing.max_rate", 0, ">= 1"), ("tracing.slow_s", 0, "> 0"),
     ("budget.cpus", 1, "budget.cpus = 1", "models[0].shapes.large.cpus"),
     ("budget.gpu", 1, "did you mean 'gpus'"),
-    *(("cluster.controller", at, "HOST:PORT") for at in ("7070", "h:99999", "h:0", "h:1,h", "h:1,")),
+    *(("cluster.controller", at, "HOST:PORT")
+      for at in ("7070", "h:99999", "h:0", "h:1,h", "h:1,", "10.0.0.256:7070", "xn--a:7070")),
     ("cluster.controller", "h:1,h:1", "each address once"),
     ("cluster.controller", "h:1,h:2", "a database that all controllers use", "store"),
     ("cluster.leader_election", {"lease_s": 0.5}, ">= 1", "cluster.leader_election.lease_s"),

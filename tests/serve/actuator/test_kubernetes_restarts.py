@@ -98,3 +98,24 @@ async def test_a_place_of_earlier_revisions_is_given_up_if_it_fails_for_long(
     assert "statefulsets are no longer looked for" in caplog.text
     for actuator in (first, begun):
         await actuator.close()
+
+
+async def test_a_place_that_a_model_has_left_may_be_gone(
+    api: KubernetesApi, state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = external_model(api.url)
+    (earlier,) = deployment(model).models
+    model["shapes"]["small"]["workload"] = "deployment/new"
+    (spec,) = deployment(model).models
+    actuator = KubernetesActuator(state, [earlier])
+    assert set(await actuator.layers()) == {BEFORE}
+    actuator.declare([spec], [earlier, spec])
+    await actuator.deploy(AFTER, spec, None, "d", 1)
+    assert set(await actuator.layers()) == {BEFORE, AFTER}
+    await actuator.delete(BEFORE)
+    assert set(await actuator.layers()) == {AFTER}
+    monkeypatch.setattr(kubernetes, "GIVE_UP_S", 0.0)
+    api.refuses = lambda asked: 403 if "statefulsets" in asked else 0
+    await actuator.scale(AFTER, 2)
+    assert (await actuator.layers())[AFTER].wanted == 2
+    await actuator.close()

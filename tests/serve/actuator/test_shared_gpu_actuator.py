@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from policy.errors import ActuatorFailed
@@ -39,6 +40,18 @@ class RefusedScale(MemoryActuator):
         if self.away:
             raise ActuatorFailed("the cluster does not answer")
         await super().scale(key, count)
+
+
+async def test_the_host_of_a_group_is_not_expected_to_send_heartbeats(tmp_path: Path) -> None:
+    """It would be killed as one that hangs: its engines have names of their own."""
+    shapes = {"large": {"gpus": 4, "tensor_parallel": 4}, "small": {"gpus": 1}}
+    (model,) = deployment(sim_model(sim={"profile": "sim-small", "wake_s": 1.0}, shapes=shapes)).models
+    cluster = MemoryCluster(lambda replica: None)
+    actuator = SharedGpuActuator(MemoryActuator(cluster), StateDir(tmp_path).ensure(), lambda key: [])
+    await actuator.deploy(OLD, model, None, "old", 1)
+    (key,) = cluster.held
+    cluster.held[key] = msgspec.structs.replace(cluster.held[key], hosts=("m-large-g1-abc123",))
+    assert [layer.hosts for layer in (await actuator.layers()).values()] == [(), ()]
 
 
 @pytest.mark.parametrize("fault", ["cluster", "disk"])

@@ -56,7 +56,7 @@ def test_claims_of_ended_processes_are_dropped(path: Path) -> None:
 
 def test_a_recycled_process_id_does_not_inherit_claims(path: Path) -> None:
     process = psutil.Process()
-    earlier = CoreSet(process.pid, process.create_time() - 100, (0, 1))
+    earlier = CoreSet(pid=process.pid, created=process.create_time() - 100, cores=(0, 1))
     path.write_bytes(msgspec.json.encode([earlier]))
     assert cpu_core_assignment.claim_cores(path, 2, ALL) == (0, 1)
     assert [claim.cores for claim in kept(path)] == [(0, 1)]

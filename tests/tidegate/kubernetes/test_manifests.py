@@ -268,7 +268,13 @@ def test_the_command_prints_manifests_and_notes(tmp_path: Path) -> None:
 
 
 def test_files_that_pods_need_are_noted() -> None:
-    for document, files in ((DISCOVERED, ""), (MUTUAL, "/tls/ca.crt, /tls/tls.crt, /tls/tls.key")):
+    (model,) = DISCOVERED["models"]
+    custom = {**DISCOVERED, "models": [model | {"control": {"policy": {"custom": "/own/policy.py:Steady"}}}]}
+    for document, files in (
+        (DISCOVERED, ""),
+        (custom, "/own/policy.py"),
+        (MUTUAL, "/tls/ca.crt, /tls/tls.crt, /tls/tls.key"),
+    ):
         notes = manifests(document, parse(document), ManifestOptions("g", "n", "i")).notes
         assert [each.partition(": ")[2] for each in notes if each.startswith("mount")] == [files][
             : bool(files)

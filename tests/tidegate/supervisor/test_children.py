@@ -75,7 +75,7 @@ async def test_a_child_whose_exit_cannot_be_handled_is_started_again_and_stopped
     child.kill()
     await until(lambda: child.restarts == 1 and child.pid)
     assert notes == [
-        "the exit of sleeper could not be handled: [Errno 23] too many open files in system",
+        "after the exit of sleeper: [Errno 23] too many open files in system",
         "sleeper exited (SIGKILL); restart in 0.0 s",
     ]
     await child.stop(60.0)

@@ -41,8 +41,8 @@ class Site:
         for path in self.kept:
             self.state.save(path, {})
         pid = self.child.pid
-        living = RecordedProcess(name=recorded[0], pid=pid, created_at=psutil.Process(pid).create_time())
-        dead = [RecordedProcess(name=name, pid=2**22 + 1, created_at=1.0) for name in recorded[1:]]
+        living = RecordedProcess(name=recorded[0], pid=pid, created=psutil.Process(pid).create_time())
+        dead = [RecordedProcess(name=name, pid=2**22 + 1, created=1.0) for name in recorded[1:]]
         self.state.save(self.state.processes_path, [living, *dead])
 
     @property

@@ -31,7 +31,7 @@ Pair = tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
 
 def test_a_process_with_a_recycled_pid_is_not_ended(tmp_path: Path, processes: Pair) -> None:
     started = psutil.Process(processes[0].pid).create_time()
-    earlier = RecordedProcess(name="sleeper", pid=processes[0].pid, created_at=started - 3600)
+    earlier = RecordedProcess(name="sleeper", pid=processes[0].pid, created=started - 3600)
     ended: list[RecordedProcess] = []
     assert ProcessRecord(StateDir(tmp_path)).end([earlier], ended.append) == ()
     assert ended == []
@@ -57,7 +57,7 @@ def test_a_process_is_ended_by_its_record_after_the_clock_was_set(tmp_path: Path
     record.add("sleeper", processes[0].pid)
     record.started.add(processes[1].pid)
     record.snapshot()
-    moved = [replace(entry, created_at=entry.created_at - 3600) for entry in record.entries.values()]
+    moved = [replace(entry, created=entry.created - 3600) for entry in record.entries.values()]
     state.save(state.processes_path, moved)
     pids = {process.pid for process in processes}
     entries = [entry for entry in ProcessRecord(state).living() if entry.pid in pids]
