@@ -19,7 +19,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -32,7 +32,7 @@ from policy.routing.engine_prefix_index import KvBlockIndex
 from serve.engine import vllm_torch_trace
 from serve.engine.fast_path.app import fast_path
 from serve.engine.fast_path.engine_core_sockets import exchange_directly
-from serve.engine.grammar_limits import excess
+from serve.engine.grammar_limits import excess, is_to_blame
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
 from serve.engine.vllm_kv_events import KvEvents, followed
@@ -62,7 +62,9 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
         self.refuse(sampling_params)
         outputs = super().generate(prompt, sampling_params, *args, **kwargs)
         return (
-            outputs if sampling_params.structured_outputs is None else constrained(outputs, sampling_params)
+            outputs
+            if sampling_params.structured_outputs is None
+            else constrained(self, outputs, sampling_params)
         )
 
     async def _add_request(self, request: Any, *args: Any) -> None:
@@ -73,11 +75,17 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
             await self.abort(request.request_id, internal=True)
             raise
 
-    @staticmethod
-    def refusal(params: Any, output: Any) -> Exception | None:
-        """The error that a request with ``params`` raises at this ``output``, if any."""
-        failed = any(each.finish_reason == "error" for each in output.outputs)
-        return NoAllowedToken() if failed and params.structured_outputs is not None else None
+    def refusal(self, params: Any, output: Any) -> Exception | None:
+        """The error that a request with ``params`` raises at this ``output``, if it is not vLLM's own."""
+        if params.structured_outputs is None or all(each.finish_reason != "error" for each in output.outputs):
+            return None
+        kv = self.vllm_config.kv_transfer_config
+        loads = kv is not None and kv.kv_load_failure_policy == "fail"
+        blamed = is_to_blame(output, loads=loads or self.vllm_config.ec_transfer_config is not None)
+        if blamed is None:
+            # Another replica tries it, and neither is taken for a failing one.
+            return RetryableRequestError()  # type: ignore[no-any-return]
+        return NoAllowedToken() if blamed else None
 
     def refuse(self, params: Any) -> None:
         """Raise :class:`VLLMValidationError` for parameters that the engine cannot or must not serve."""
@@ -91,13 +99,13 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
         )
 
 
-async def constrained(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncIterator[Any]:
+async def constrained(llm: CheckedLLM, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncIterator[Any]:
     """The ``outputs`` of a request with a grammar; raises :class:`NoAllowedToken` where that allows no
-    token.
+    token, and ``RetryableRequestError`` where that or a failed load from another cache ended it.
     """
     async with aclosing(outputs):
         async for output in outputs:
-            if (error := CheckedLLM.refusal(params, output)) is not None:
+            if (error := llm.refusal(params, output)) is not None:
                 raise error
             yield output
 

@@ -180,8 +180,8 @@ def test_usage_is_requested_of_every_stream(options: Any, counts: bool) -> None:
 
 
 FORMS = [
-    "true", "1", "1.0", "10e-1", '"1"', '"true"', '"TRUE"', '"on"', '"On"', '"t"', '"Y"', '"yes"', '"\\u006fn"',
-    "false", "null", "0", "0.0", "-0.0", '"0"', '"off"', '"no"', '"f"', '"N"', '"false"',
+    "true", "1", "1.0", "10e-1", '"1"', '"true"', '"TRUE"', '"on"', '"On"', '"t"', '"Y"', '"yes"',
+    '"\\u006fn"', "false", "null", "0", "0.0", "-0.0", '"0"', '"off"', '"no"', '"f"', '"N"', '"false"',
     "2", "1.5", "-1", '" true"', '"1.0"', '"x"', '""', "[1]", "{}", "1e999", "9" * 400,
 ]  # fmt: skip
 
