@@ -40,6 +40,8 @@ from serve.engine.vllm_stat_logger import StepLogger, StepMetrics
 
 # Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
+# How an error in the stream of a chat begins (vLLM's ``create_streaming_error_response``); it takes one line.
+CHAT_ERROR = 'data: {"error":'
 
 
 class NoAllowedToken(GenerationError):  # type: ignore[misc]  # vLLM ships no types
@@ -141,6 +143,35 @@ def send_stream_errors(responses: Any) -> None:
 
     responses._convert_generation_error_to_streaming_response = raised
     responses.responses_stream_generator = sent
+
+
+def send_message_errors(messages: Any) -> None:
+    """Have vLLM's messages API send the error of a stream with its status, as its other APIs do.
+
+    That API makes its events of those of a chat. vLLM itself reads an error among them as a part of the
+    answer, and sends what pydantic says of it. Without its status it is taken for an error of the replica.
+    """
+    convert = messages.message_stream_converter
+
+    async def sent(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        error = ""
+
+        async def answer() -> AsyncGenerator[str, None]:
+            nonlocal error
+            async for chunk in chunks:
+                if chunk.startswith(CHAT_ERROR):
+                    error = chunk
+                    return
+                yield chunk
+
+        async with aclosing(chunks), aclosing(convert(answer())) as events:
+            async for event in events:
+                yield event
+        if error:
+            # The same object, of Anthropic's type.
+            yield f'event: error\ndata: {{"type": "error", {error.removeprefix("data: {")}'
+
+    messages.message_stream_converter = sent
 
 
 def name_prompts(llm: CheckedLLM, events: KvEvents) -> None:
@@ -337,6 +368,8 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     if (responses := getattr(app.state, "openai_serving_responses", None)) is not None:
         refuse_early(responses, llm)
         send_stream_errors(responses)
+    if (messages := getattr(app.state, "anthropic_serving_messages", None)) is not None:
+        send_message_errors(messages)
     # vLLM's error handler stops the server when the engine dies; this server ends by itself.
     app.state.server = types.SimpleNamespace()
     events = followed(llm)

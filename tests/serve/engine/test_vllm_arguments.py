@@ -529,6 +529,38 @@ async def test_an_error_in_a_stream_of_the_responses_api_is_sent() -> None:
     assert error.error.code == 400
 
 
+@pytest.mark.parametrize("first", [True, False])
+async def test_an_error_in_a_stream_of_the_messages_api_keeps_its_status(first: bool) -> None:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages  # noqa: PLC0415
+    from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415
+        ChatCompletionStreamResponse,
+    )
+
+    from serve.engine.vllm import NoAllowedToken, send_message_errors  # noqa: PLC0415
+
+    messages: Any = AnthropicServingMessages.__new__(AnthropicServingMessages)
+    ended = False
+
+    async def chunks() -> AsyncGenerator[str, None]:
+        nonlocal ended
+        try:
+            if not first:
+                yield f"data: {ChatCompletionStreamResponse(model='m', choices=[]).model_dump_json()}\n\n"
+            yield f"data: {messages._convert_generation_error_to_streaming_response(NoAllowedToken())}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            ended = True
+
+    send_message_errors(messages)
+    events = [each async for each in messages.message_stream_converter(chunks())]
+    names = [event.partition("\n")[0].removeprefix("event: ") for event in events]
+    assert names == ["error"] if first else ["message_start", "error"]
+    error = json.loads(events[-1].partition("data: ")[2])
+    assert (error["type"], error["error"]["code"]) == ("error", 400)
+    assert error["error"]["message"] == str(NoAllowedToken())
+    assert ended
+
+
 def failing(kv: Any = None) -> Any:
     from serve.engine.vllm import CheckedLLM  # noqa: PLC0415
 
