@@ -12,7 +12,7 @@ from gateway.protocol.body import RequestBody
 from gateway.protocol.canonical_prompt import canonical_prompt
 from gateway.protocol.client_session import given_session, session_key
 from gateway.protocol.errors import Refused, unknown
-from gateway.protocol.paths import COMPLETIONS
+from gateway.protocol.paths import COMPLETIONS, ProxyRoute
 from gateway.protocol.prompt_features import (
     DEFAULT_COMPLETION_TOKENS,
     NOTHING,
@@ -55,7 +55,7 @@ class RequestResolver:
             call, body.model, principal, given.id if given is not None and given.of_one_user else None
         )
         if "echo" in body.members and served.engine is _EXTERNAL:
-            _check_echo(served, body)
+            _check_echo(served, call.route, body)
         account, name, route = principal.account, served.name, call.route
         tenant = account.name
         if route.runner is None:
@@ -123,9 +123,9 @@ class RequestResolver:
         raise unknown(name)
 
 
-def _check_echo(served: ServedModel, body: RequestBody) -> None:
+def _check_echo(served: ServedModel, route: ProxyRoute, body: RequestBody) -> None:
     """Refuse what ends a vLLM with adapters (:func:`serve.engine.vllm.check`), of servers of others."""
-    if wants_prompt_logprobs(body.members) and served.listed:
+    if wants_prompt_logprobs(body.members, route.path) and served.listed:
         message = (
             f"log probabilities of a prompt (echo with logprobs) are not available on {served.name}, "
             "a model with adapters."

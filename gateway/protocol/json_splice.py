@@ -20,9 +20,9 @@ from gateway.protocol.paths import ProxyRoute
 # Constants are read faster than names of other modules, in machine code.
 ABSENT: Final = json_decoders.ABSENT
 Buffer = bytes | memoryview
-# What else engines read as a boolean ("off", 0.0) is replaced, so that all is counted.
-_YES = (b"true", b"1", b'"true"')
 _TRUE = Raw(b"true")
+# Pydantic's words, in any case. It also takes the number 1.
+_WORDS_FOR_TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
 _REPORT = b'{"kv_cache_report_mode":"full"}'
 # A shorter body is copied, in less time than views of it take.
 _COPIED: Final = 4096
@@ -64,18 +64,48 @@ def set_model(raw: bytes, body: RequestBody, name: str) -> JsonEdit:
 
 
 def force_usage(raw: bytes, stream_options: Raw) -> JsonEdit | None:
-    """Have a stream end with its usage; ``None`` if the client asked for that. Usage per chunk is dropped."""
-    options: dict[str, Raw] = {}
-    if stream_options is not ABSENT:
-        try:
-            options = OPTIONS.decode(stream_options) or {}
-        except ValueError:
-            return None  # left to the engine, which refuses it
-    if bytes(options.get("include_usage", b"")) in _YES:
+    """Have a stream end with its usage; ``None`` if it does, and for options that the engine refuses.
+
+    What engines read as a boolean ("on", 0.0) is replaced by one, so that all is counted. Usage per chunk is
+    dropped unless the client asked for usage.
+    """
+    options = _options_of(stream_options)
+    if options is None:
         return None
-    options.pop("continuous_usage_stats", None)
+    wanted = options.get("include_usage", ABSENT)
+    if bytes(wanted) == b"true":
+        return None
+    if not _is_true(wanted):
+        options.pop("continuous_usage_stats", None)
     options["include_usage"] = _TRUE
     return set_member(raw, "stream_options", stream_options, msgspec.json.encode(options))
+
+
+def asks_for_usage(stream_options: Raw) -> bool:
+    """Whether the client asked for the usage at the end of its stream."""
+    options = _options_of(stream_options)
+    return options is not None and _is_true(options.get("include_usage", ABSENT))
+
+
+def _options_of(stream_options: Raw) -> dict[str, Raw] | None:
+    """The options, ``None`` if they are no object."""
+    if stream_options is ABSENT:
+        return {}
+    try:
+        return OPTIONS.decode(stream_options) or {}
+    except ValueError:
+        return None
+
+
+def _is_true(value: Raw) -> bool:
+    """Whether engines read ``value`` as true: they take pydantic's forms of a boolean."""
+    if value is ABSENT:
+        return False
+    try:
+        found = msgspec.json.decode(value)
+    except ValueError:  # no UTF-8, or a number that is too large
+        return False
+    return found.lower() in _WORDS_FOR_TRUE if isinstance(found, str) else bool(found == 1)
 
 
 def splice(raw: bytes, edits: list[JsonEdit]) -> list[Buffer]:
@@ -116,8 +146,10 @@ def edited_body(
 ) -> UpstreamRequestBody:
     """``raw`` with ``edits`` and what was added to ``body``; streams are made to end with their usage."""
     usage = force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
+    counts = False
     if usage is not None:
         edits.append(usage)
+        counts = not asks_for_usage(body.stream_options)
     if added := body.added:
         # At the end, where it counts before a null of the same name.
         end = raw.rindex(b"}")
@@ -127,9 +159,9 @@ def edited_body(
     if len(edits) == 1 and len(raw) <= _COPIED:
         [edit] = edits
         whole = b"%b%b%b" % (raw[: edit.begin], edit.text, raw[edit.end :])
-        return UpstreamRequestBody(whole, len(whole), usage is not None)
+        return UpstreamRequestBody(whole, len(whole), counts)
     parts = splice(raw, edits)
-    return UpstreamRequestBody(parts, sum([len(part) for part in parts]), usage is not None)
+    return UpstreamRequestBody(parts, sum([len(part) for part in parts]), counts)
 
 
 def upstream_body(

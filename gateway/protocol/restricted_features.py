@@ -9,6 +9,7 @@ from msgspec import Raw
 
 from gateway.protocol.json_decoders import RequestBody
 from gateway.protocol.paths import ProxyRoute
+from gateway.protocol.validation.engine_work_limits import counts_logprobs
 from policy.config.tenancy import Feature
 from policy.types import Runner
 
@@ -39,7 +40,8 @@ def used_features(body: RequestBody, route: ProxyRoute) -> frozenset[Feature]:
         used.add(Feature.IMAGES)
     if body.defines_tools or any(_asks(fields, name) for name in _TOOLS):
         used.add(Feature.TOOLS)
-    if any(_asks(fields, name) for name in _LOGPROBS) or _includes_logprobs(fields):
+    wants_logprobs = any(_asks(fields, name) for name in _LOGPROBS) or counts_logprobs(fields, route.path)
+    if wants_logprobs or _includes_logprobs(fields):
         used.add(Feature.LOGPROBS)
     if any(_asks(fields, name) for name in _STRUCTURED) or any(
         _has_format(fields, name) for name in _FORMATS

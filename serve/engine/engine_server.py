@@ -128,16 +128,18 @@ class EngineWatchdog:
             raise EngineFailed(f"no engine step for {now - self._since:.0f} s with requests running")
 
 
-async def _follow_commands(
+async def follow_commands(
     reader: asyncio.StreamReader, guard: RequestGuard, adapters: AdapterLoader, sleep_control: SleepControl
 ) -> None:
+    """Obey the commands of the host; its end ends this process."""
     while line := await reader.readline():
         command, _, given = line.strip().partition(b" ")
         if command == b"drain":
             sleep_control.leave()
             guard.become(ReplicaPhase.DRAINING)
             adapters.hold(())
-        elif command == b"hold" and guard.state is not ReplicaPhase.DRAINING:
+        # Also before sleep: the host sends each order once, and it counts when the engine has woken.
+        elif command == b"hold" and not sleep_control.left:
             adapters.hold(msgspec.json.decode(given, type=tuple[AdapterRef, ...]))
         elif command == b"sleep":
             sleep_control.sleep(float(given))
@@ -235,7 +237,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, report_event: Send)
     tasks = {
         asyncio.create_task(server.serve(sockets=[sock])),
         asyncio.create_task(adapters.run()),
-        asyncio.create_task(_follow_commands(stdin, guard, adapters, sleep_control)),
+        asyncio.create_task(follow_commands(stdin, guard, adapters, sleep_control)),
         asyncio.create_task(_watch(engine, guard, lambda: sleep_control.timeout_s)),
         asyncio.create_task(_report(engine, guard, adapters, report_event, describe_machine(spec))),
     }

@@ -1,4 +1,4 @@
-"""Limits on the grammars of structured outputs, which xgrammar compiles in the engine's own processes.
+"""Grammars of structured outputs, which xgrammar compiles in the engine's processes: limits and failures.
 
 How deep and long it can be is in :mod:`policy.engine.grammar_bounds`. The time to compile a schema grows with
 the square of its size.
@@ -28,6 +28,13 @@ class StructuredOutputs(Protocol):
     structural_tag: str | None
 
 
+class FailedOutput(Protocol):
+    """The fields of vLLM's ``RequestOutput``; ``metrics`` is none with ``disable_log_stats``."""
+
+    outputs: list[Any]
+    metrics: Any
+
+
 def excess(wanted: StructuredOutputs) -> str | None:
     """Why the grammar of ``wanted`` is refused, or ``None`` if it is within the limits."""
     given = wanted.json or wanted.choice or wanted.grammar or wanted.structural_tag or ""
@@ -43,6 +50,23 @@ def excess(wanted: StructuredOutputs) -> str | None:
         return None
     inside = _in(_decoded(schema) if isinstance(schema, str) else schema)
     return next((found for found in inside if found), None)
+
+
+def is_to_blame(output: FailedOutput, *, loads: bool) -> bool | None:
+    """Whether a grammar is why vLLM ended its request with an error; ``None`` if ``output`` does not show it.
+
+    vLLM names no cause (``v1/core/sched/scheduler.py``, 0.32). A grammar ends a request by a token that it
+    does not allow, or before the first step because it cannot be compiled. A request that was never queued
+    failed before that, and one that was scheduled without a token failed in a step. With ``loads`` a failed
+    load from a connector's cache ends requests too, while they wait for it: at first, or after a preemption.
+    """
+    stats = output.metrics
+    tokens = any(each.token_ids for each in output.outputs if each.finish_reason == "error")
+    if tokens or (stats is not None and stats.num_generation_tokens):
+        return None if loads and (stats is None or stats.num_preemptions) else True
+    if stats is not None and (not stats.queued_ts or stats.scheduled_ts):
+        return False
+    return None if loads else True
 
 
 def _decoded(text: str) -> Any:

@@ -22,7 +22,8 @@ class SleepControl:
     """Puts one ready engine to sleep and wakes it, by the last command.
 
     ``warm`` sends it a canary. Sleeping and waking may take the engine ``timeout_s`` each; after that it
-    fails, because a stuck engine holds GPUs that others wait for. The time may change.
+    fails, because a stuck engine holds GPUs that others wait for. The time may change. ``left``: the engine
+    drains for good.
     """
 
     engine: Engine
@@ -30,9 +31,9 @@ class SleepControl:
     adapters: AdapterLoader
     warm: Callable[[], Awaitable[None]]
     timeout_s: float
+    left: bool = False
     _drain_s: float | None = None
     _asleep: bool = False
-    _left: bool = False
     _commanded: asyncio.Event = field(default_factory=asyncio.Event)
 
     def sleep(self, drain_s: float) -> None:
@@ -47,14 +48,14 @@ class SleepControl:
 
     def leave(self) -> None:
         """The engine drains for good; it does not go to sleep."""
-        self._left = True
+        self.left = True
 
     async def run(self) -> None:
         """Carry out commands until cancelled; raises :class:`policy.errors.EngineFailed`."""
         while True:
             await self._commanded.wait()
             self._commanded.clear()
-            if self._left:
+            if self.left:
                 continue
             if self._drain_s is not None and not self._asleep:
                 await self._fall_asleep(self._drain_s)
@@ -67,7 +68,7 @@ class SleepControl:
         emptied = asyncio.create_task(self.guard.emptied())
         try:
             await asyncio.wait({commanded, emptied}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._left:
+            if self.left:
                 return
             if commanded.done():
                 if self._drain_s is None:
@@ -84,7 +85,7 @@ class SleepControl:
         await self.adapters.engine.acquire()
         await self._in_time(self.engine.sleep(), "fall asleep")
         self._asleep = True
-        if not self._left:
+        if not self.left:
             self.guard.become(ReplicaPhase.ASLEEP)
 
     async def _wake_up(self) -> None:
@@ -93,7 +94,7 @@ class SleepControl:
         self.adapters.engine.release()
         self._asleep = False
         await self._in_time(self.warm(), "answer after it woke")
-        if not self._left:
+        if not self.left:
             self.guard.become(ReplicaPhase.READY)
 
     async def _in_time(self, doing: Awaitable[None], what: str) -> None:

@@ -19,7 +19,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -32,7 +32,7 @@ from policy.routing.engine_prefix_index import KvBlockIndex
 from serve.engine import vllm_torch_trace
 from serve.engine.fast_path.app import fast_path
 from serve.engine.fast_path.engine_core_sockets import exchange_directly
-from serve.engine.grammar_limits import excess
+from serve.engine.grammar_limits import excess, is_to_blame
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
 from serve.engine.vllm_kv_events import KvEvents, followed
@@ -40,6 +40,8 @@ from serve.engine.vllm_stat_logger import StepLogger, StepMetrics
 
 # Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
+# How an error in the stream of a chat begins (vLLM's ``create_streaming_error_response``); it takes one line.
+CHAT_ERROR = 'data: {"error":'
 
 
 class NoAllowedToken(GenerationError):  # type: ignore[misc]  # vLLM ships no types
@@ -62,7 +64,9 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
         self.refuse(sampling_params)
         outputs = super().generate(prompt, sampling_params, *args, **kwargs)
         return (
-            outputs if sampling_params.structured_outputs is None else constrained(outputs, sampling_params)
+            outputs
+            if sampling_params.structured_outputs is None
+            else constrained(self, outputs, sampling_params)
         )
 
     async def _add_request(self, request: Any, *args: Any) -> None:
@@ -73,11 +77,17 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
             await self.abort(request.request_id, internal=True)
             raise
 
-    @staticmethod
-    def refusal(params: Any, output: Any) -> Exception | None:
-        """The error that a request with ``params`` raises at this ``output``, if any."""
-        failed = any(each.finish_reason == "error" for each in output.outputs)
-        return NoAllowedToken() if failed and params.structured_outputs is not None else None
+    def refusal(self, params: Any, output: Any) -> Exception | None:
+        """The error that a request with ``params`` raises at this ``output``, if it is not vLLM's own."""
+        if params.structured_outputs is None or all(each.finish_reason != "error" for each in output.outputs):
+            return None
+        kv = self.vllm_config.kv_transfer_config
+        loads = kv is not None and kv.kv_load_failure_policy == "fail"
+        blamed = is_to_blame(output, loads=loads or self.vllm_config.ec_transfer_config is not None)
+        if blamed is None:
+            # Another replica tries it, and neither is taken for a failing one.
+            return RetryableRequestError()  # type: ignore[no-any-return]
+        return NoAllowedToken() if blamed else None
 
     def refuse(self, params: Any) -> None:
         """Raise :class:`VLLMValidationError` for parameters that the engine cannot or must not serve."""
@@ -91,13 +101,13 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
         )
 
 
-async def constrained(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncIterator[Any]:
+async def constrained(llm: CheckedLLM, outputs: AsyncGenerator[Any, None], params: Any) -> AsyncIterator[Any]:
     """The ``outputs`` of a request with a grammar; raises :class:`NoAllowedToken` where that allows no
-    token.
+    token, and ``RetryableRequestError`` where that or a failed load from another cache ended it.
     """
     async with aclosing(outputs):
         async for output in outputs:
-            if (error := CheckedLLM.refusal(params, output)) is not None:
+            if (error := llm.refusal(params, output)) is not None:
                 raise error
             yield output
 
@@ -133,6 +143,35 @@ def send_stream_errors(responses: Any) -> None:
 
     responses._convert_generation_error_to_streaming_response = raised
     responses.responses_stream_generator = sent
+
+
+def send_message_errors(messages: Any) -> None:
+    """Have vLLM's messages API send the error of a stream with its status, as its other APIs do.
+
+    That API makes its events of those of a chat. vLLM itself reads an error among them as a part of the
+    answer, and sends what pydantic says of it. Without its status it is taken for an error of the replica.
+    """
+    convert = messages.message_stream_converter
+
+    async def sent(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        error = ""
+
+        async def answer() -> AsyncGenerator[str, None]:
+            nonlocal error
+            async for chunk in chunks:
+                if chunk.startswith(CHAT_ERROR):
+                    error = chunk
+                    return
+                yield chunk
+
+        async with aclosing(chunks), aclosing(convert(answer())) as events:
+            async for event in events:
+                yield event
+        if error:
+            # The same object, of Anthropic's type.
+            yield f'event: error\ndata: {{"type": "error", {error.removeprefix("data: {")}'
+
+    messages.message_stream_converter = sent
 
 
 def name_prompts(llm: CheckedLLM, events: KvEvents) -> None:
@@ -329,6 +368,8 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     if (responses := getattr(app.state, "openai_serving_responses", None)) is not None:
         refuse_early(responses, llm)
         send_stream_errors(responses)
+    if (messages := getattr(app.state, "anthropic_serving_messages", None)) is not None:
+        send_message_errors(messages)
     # vLLM's error handler stops the server when the engine dies; this server ends by itself.
     app.state.server = types.SimpleNamespace()
     events = followed(llm)

@@ -14,6 +14,7 @@ from msgspec import Raw
 from gateway.protocol.errors import Refused
 from gateway.protocol.json_decoders import ITEMS, MEMBERS
 from gateway.protocol.json_structure import depth_exceeds
+from gateway.protocol.paths import COMPLETIONS
 from gateway.protocol.validation.forwarded_fields import STEERING
 from gateway.protocol.validation.regex_size import expanded_size
 from policy.engine.grammar_bounds import MAX_OPENINGS, grammar_excess, openings, pattern_excess
@@ -233,10 +234,21 @@ def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             waiting.extend([("", each) for each in found])
 
 
-def wants_prompt_logprobs(fields: dict[str, Raw]) -> bool:
+def wants_prompt_logprobs(fields: dict[str, Raw], path: str) -> bool:
     """Whether a body asks for the log probabilities of its prompt too: ``echo``, and those of the answer."""
-    wanted = any(name in fields and _is_set(fields[name]) for name in ("logprobs", "logprob_token_ids"))
+    wanted = counts_logprobs(fields, path) or any(
+        name in fields and _is_set(fields[name]) for name in ("logprobs", "logprob_token_ids")
+    )
     return wanted and "echo" in fields and _is_set(fields["echo"])
+
+
+def counts_logprobs(fields: dict[str, Raw], path: str) -> bool:
+    """Whether ``logprobs`` is a number and given, false too: engines read that as 0 alternatives."""
+    return path == COMPLETIONS and "logprobs" in fields and not _is_null(fields["logprobs"])
+
+
+def _is_null(value: Raw) -> bool:
+    return bytes(memoryview(value)[:5]) == b"null"
 
 
 def _is_set(value: Raw) -> bool:
@@ -257,7 +269,17 @@ def check_schemas(fields: dict[str, Raw]) -> None:
 def refuse_steering(name: str, value: Raw) -> None:
     """Refuse a field that steers the server, unless its value steers nothing."""
     if _is_set(value):
-        raise Refused(Refusal.UNSUPPORTED, f"{name} is not accepted by this server.", param=name)
+        raise _steers(name)
+
+
+def _refuse_number(name: str, value: Raw) -> None:
+    """As :func:`refuse_steering`, of a number that steers as 0 too, as which engines read false."""
+    if not _is_null(value):
+        raise _steers(name)
+
+
+def _steers(name: str) -> Refused:
+    return Refused(Refusal.UNSUPPORTED, f"{name} is not accepted by this server.", param=name)
 
 
 def _template_arguments(name: str, value: Raw) -> None:
@@ -285,7 +307,7 @@ def _encoding(name: str, value: Raw) -> None:
 
 
 def _previous_response(name: str, value: Raw) -> None:
-    if bytes(memoryview(value)[:5]) != b"null":
+    if not _is_null(value):
         message = f"{name} is not supported: send the whole conversation as input."
         raise Refused(Refusal.UNSUPPORTED, message, param=name)
 
@@ -298,6 +320,7 @@ SCHEMAS: Final = (
 
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(STEERING, refuse_steering),
+    "prompt_logprobs": _refuse_number,
     **dict.fromkeys(("logprobs", "top_logprobs"), _number(MAX_LOGPROBS)),
     "best_of": _number(MAX_N),
     "min_tokens": _number(MAX_MIN_TOKENS),

@@ -61,10 +61,13 @@ _MEDIA = (*_URLS, "source", "input_audio", "file", "file_data")
 # Tensors, and objects of the engine's process.
 _FORBIDDEN = ("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil")
 _HOLDS_MEDIA: Final = frozenset({*_MEDIA, *_FORBIDDEN})
+# Embeddings of a prompt are no medium: a part of this type holds them as its data.
+_EMBEDDINGS: Final = "prompt_embeds"
+_LONGEST_TYPE: Final = 2 + 6 * len(_EMBEDDINGS)  # in quotes, all escaped
 # What Anthropic's blocks and messages of developers define, beside the tools of the body.
 _TOOLS: Final = ("tool", "tools")
 # As bytes: a body without these names within its members has no media, and no other tools.
-HOLDS_MEDIA: Final = frozenset({name.encode() for name in (*_HOLDS_MEDIA, *_TOOLS)})
+HOLDS_MEDIA: Final = frozenset({name.encode() for name in (*_HOLDS_MEDIA, *_TOOLS, "data")})
 _MEDIUM: Final = frozenset(MediaPart.__struct_fields__)
 # Only what every parser of URLs reads alike: neither credentials nor backslashes.
 _URL: Final = re.compile(
@@ -145,6 +148,8 @@ class MediaCheck:
         for name in _TOOLS:
             if name in part:
                 self._define(part[name])
+        if "data" in part and _holds_embeddings(part.get("type", ABSENT)):
+            raise self._forbidden(_EMBEDDINGS)
         if not _HOLDS_MEDIA.isdisjoint(part):
             for name, value in self._present(part):
                 kind = memoryview(value)[0]
@@ -167,6 +172,8 @@ class MediaCheck:
         for name in _TOOLS:
             if name in fields:
                 await pieces.alone(partial(self._define, _at(raw, fields[name])))
+        if "data" in fields and "type" in fields and _holds_embeddings(_at(raw, fields["type"])):
+            raise self._forbidden(_EMBEDDINGS)
         if not _HOLDS_MEDIA.isdisjoint(fields):
             for name, value in self._present({name: _at(raw, fields[name]) for name in fields}):
                 medium = _bare(name, value)
@@ -215,10 +222,10 @@ class MediaCheck:
         """The media of ``part``, by field."""
         for name in _FORBIDDEN:
             if not _is_null(part.get(name, ABSENT)):
-                raise self._refused(f"{name} is not accepted by this server", Refusal.UNSUPPORTED)
+                raise self._forbidden(name)
         # The name that an engine keeps a medium by, for all who send it.
         if not _is_null(part.get("uuid", ABSENT)):
-            raise self._refused("uuid is not accepted by this server", Refusal.UNSUPPORTED)
+            raise self._forbidden("uuid")
         return [(name, part[name]) for name in _MEDIA if name in part and not _is_null(part[name])]
 
     def _judge(self, name: str, medium: MediaPart, *, is_document: bool) -> None:
@@ -257,6 +264,9 @@ class MediaCheck:
                 Refusal.UNSUPPORTED,
             )
 
+    def _forbidden(self, name: str) -> Refused:
+        return self._refused(f"{name} is not accepted by this server", Refusal.UNSUPPORTED)
+
     def _refused(self, what: str, reason: Refusal = Refusal.BAD_REQUEST) -> Refused:
         return Refused(reason, f"{self._name}: {what}.", param=self._name)
 
@@ -271,6 +281,13 @@ def _is_null(value: Raw) -> bool:
 
 def _is_document(kind: Raw) -> bool:
     return bytes(memoryview(kind)[:11]) == b'"document"'
+
+
+def _holds_embeddings(kind: Raw) -> bool:
+    """Whether a part of type ``kind`` is embeddings of a prompt."""
+    view = memoryview(kind)
+    is_short_text = 0 < len(view) <= _LONGEST_TYPE and view[0] == _QUOTE
+    return is_short_text and bool(msgspec.json.decode(kind) == _EMBEDDINGS)
 
 
 def _bare(name: str, value: Raw) -> MediaPart:

@@ -179,6 +179,27 @@ def test_usage_is_requested_of_every_stream(options: Any, counts: bool) -> None:
     assert sent.counts is counts
 
 
+FORMS = [
+    "true", "1", "1.0", "10e-1", '"1"', '"true"', '"TRUE"', '"on"', '"On"', '"t"', '"Y"', '"yes"',
+    '"\\u006fn"', "false", "null", "0", "0.0", "-0.0", '"0"', '"off"', '"no"', '"f"', '"N"', '"false"',
+    "2", "1.5", "-1", '" true"', '"1.0"', '"x"', '""', "[1]", "{}", "1e999", "9" * 400,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_client_gets_its_usage_in_every_form_that_engines_read_as_true(form: str) -> None:
+    adapter = pytest.importorskip("pydantic").TypeAdapter(bool | None)
+    try:
+        asks = bool(adapter.validate_python(json.loads(form)))
+    except ValueError:  # engines refuse it
+        asks = False
+    options = f'{{"include_usage":{form},"continuous_usage_stats":true}}'
+    sent = out(f'{{"model":"m","stream":true,"stream_options":{options}}}'.encode())
+    assert sent.counts is not asks
+    expected = {"include_usage": True} | ({"continuous_usage_stats": True} if asks else {})
+    assert json.loads(joined(sent))["stream_options"] == expected
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 def test_routes_that_report_usage_unasked_are_not_edited(path: str) -> None:
     raw = b'{"model":"m","stream":true}'

@@ -26,6 +26,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         (CHAT, {"tools": [{}]}, "tools"),
         (CHAT, {"logprobs": True}, "logprobs"),
         ("/v1/completions", {"logprobs": 0}, "logprobs"),
+        ("/v1/completions", {"logprobs": False}, "logprobs"),
+        ("/v1/completions", {"logprobs": None}, ""),
         (RESPONSES, {"include": ["message.output_text.logprobs"]}, "logprobs"),
         (RESPONSES, {"include": ["x"], "text": {"format": {"type": "text"}}}, ""),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "structured_outputs"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
 from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
 from policy.wire.headers import CANARY_HEADER
 from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.engine_server import follow_commands
 from serve.engine.request_guard import RequestGuard
 from serve.engine.sleep import SleepControl
 from tests.serve.engine.fakes import FakeFiles, Request, wanted
@@ -51,6 +53,7 @@ class Harness:
         self.guard.become(READY)
         self.canary: Callable[[], None] = lambda: self.engine.calls.append("answer")
         self.timeout_s = LONG_S
+        self.stdin = asyncio.StreamReader()
         self.control = self._control()
         self.tasks = [asyncio.create_task(self.adapters.run())]
 
@@ -63,6 +66,8 @@ class Harness:
     def run(self, timeout_s: float = LONG_S) -> asyncio.Task[None]:
         self.timeout_s = timeout_s
         self.control = self._control()
+        commands = follow_commands(self.stdin, self.guard, self.adapters, self.control)
+        self.tasks.append(asyncio.create_task(commands))
         self.tasks.append(asyncio.create_task(self.control.run()))
         return self.tasks[-1]
 
@@ -81,6 +86,9 @@ class Harness:
         self.control.sleep(LONG_S)
         await self.until(lambda: self.guard.state is DRAINING)
         return request
+
+    def command(self, line: bytes) -> None:
+        self.stdin.feed_data(line + b"\n")
 
     def request(self, **headers: str) -> Request:
         return Request(self.guard, "POST", CHAT, SECRET | headers)
@@ -181,3 +189,18 @@ async def test_no_adapter_is_loaded_during_sleep(harness: Harness) -> None:
     harness.control.wake()
     await harness.until(lambda: "load" in harness.engine.calls)
     assert harness.engine.calls[:2] == ["sleep", "wake"]
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_adapters_ordered_before_sleep_are_loaded_unless_it_drains_for_good(
+    harness: Harness, drains: bool
+) -> None:
+    harness.run()
+    request = await harness.draining()
+    for line in [b"drain"] * drains + [b"hold " + msgspec.json.encode(wanted("a"))]:
+        harness.command(line)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    harness.engine.go.set()
+    await request.task
+    assert ("load" in harness.engine.calls) is not drains

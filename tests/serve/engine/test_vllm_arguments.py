@@ -529,6 +529,73 @@ async def test_an_error_in_a_stream_of_the_responses_api_is_sent() -> None:
     assert error.error.code == 400
 
 
+@pytest.mark.parametrize("first", [True, False])
+async def test_an_error_in_a_stream_of_the_messages_api_keeps_its_status(first: bool) -> None:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages  # noqa: PLC0415
+    from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415
+        ChatCompletionStreamResponse,
+    )
+
+    from serve.engine.vllm import NoAllowedToken, send_message_errors  # noqa: PLC0415
+
+    messages: Any = AnthropicServingMessages.__new__(AnthropicServingMessages)
+    ended = False
+
+    async def chunks() -> AsyncGenerator[str, None]:
+        nonlocal ended
+        try:
+            if not first:
+                yield f"data: {ChatCompletionStreamResponse(model='m', choices=[]).model_dump_json()}\n\n"
+            yield f"data: {messages._convert_generation_error_to_streaming_response(NoAllowedToken())}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            ended = True
+
+    send_message_errors(messages)
+    events = [each async for each in messages.message_stream_converter(chunks())]
+    names = [event.partition("\n")[0].removeprefix("event: ") for event in events]
+    assert names == ["error"] if first else ["message_start", "error"]
+    error = json.loads(events[-1].partition("data: ")[2])
+    assert (error["type"], error["error"]["code"]) == ("error", 400)
+    assert error["error"]["message"] == str(NoAllowedToken())
+    assert ended
+
+
+def failing(kv: Any = None) -> Any:
+    from serve.engine.vllm import CheckedLLM  # noqa: PLC0415
+
+    llm = CheckedLLM.__new__(CheckedLLM)
+    llm.vllm_config = SimpleNamespace(kv_transfer_config=kv, ec_transfer_config=None)
+    return llm
+
+
+def output_of(reason: str | None, **stats: Any) -> Any:
+    from vllm.v1.metrics.stats import RequestStateStats  # noqa: PLC0415
+
+    output = SimpleNamespace(finish_reason=reason, token_ids=[])
+    return SimpleNamespace(outputs=[output], metrics=RequestStateStats(**stats))
+
+
+@pytest.mark.parametrize(
+    ("policy", "stats", "status"),
+    [
+        ("fail", {"queued_ts": 1.0}, 503),
+        ("recompute", {"queued_ts": 1.0}, 400),
+        ("fail", {"queued_ts": 1.0, "scheduled_ts": 2.0}, None),
+        ("fail", {}, None),
+    ],
+)
+def test_a_failure_of_the_replica_is_not_the_grammars(
+    policy: str, stats: dict[str, Any], status: int | None
+) -> None:
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    llm = failing(KVTransferConfig(kv_load_failure_policy=policy))
+    error = llm.refusal(SimpleNamespace(structured_outputs={}), output_of("error", **stats))
+    assert (None if error is None else error.status_code) == status
+    assert llm.refusal(SimpleNamespace(structured_outputs=None), output_of("error", **stats)) is None
+
+
 async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
     from vllm.entrypoints.serve.exception_handling.error_response import (  # noqa: PLC0415
         create_error_response,
@@ -542,11 +609,11 @@ async def test_a_grammar_without_a_next_token_is_the_requests_error() -> None:
         nonlocal ended
         try:
             for reason in (None, "error"):
-                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+                yield output_of(reason, queued_ts=1.0, scheduled_ts=2.0, num_generation_tokens=1)
         finally:
             ended = True
 
-    served = constrained(outputs(), SimpleNamespace(structured_outputs={}))
+    served = constrained(failing(), outputs(), SimpleNamespace(structured_outputs={}))
     await anext(served)
     with pytest.raises(NoAllowedToken) as refused:
         await anext(served)

@@ -123,19 +123,23 @@ def test_bounds(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize(
-    ("fields", "wants"),
+    ("path", "fields", "wants"),
     [
-        ({"echo": True, "logprobs": 0}, True),
-        ({"echo": 1, "logprob_token_ids": [1]}, True),
-        ({"echo": True, "logprobs": None}, False),
-        ({"echo": True, "logprobs": False, "top_logprobs": 0}, False),
-        ({"echo": False, "logprobs": 1}, False),
-        ({"logprobs": 1}, False),
+        (TEXT, {"echo": True, "logprobs": 0}, True),
+        (TEXT, {"echo": True, "logprobs": False}, True),  # which vLLM reads as 0
+        (TEXT, {"echo": 1, "logprob_token_ids": [1]}, True),
+        (TEXT, {"echo": True, "logprobs": None}, False),
+        (CHAT, {"echo": True, "logprobs": False, "top_logprobs": 0}, False),
+        (CHAT, {"echo": True, "logprobs": True}, True),
+        (TEXT, {"echo": False, "logprobs": 1}, False),
+        (TEXT, {"logprobs": 1}, False),
     ],
 )
-def test_an_echo_with_logprobs_wants_those_of_the_prompt(fields: dict[str, Any], wants: bool) -> None:
-    members = accepted_body({"model": "m", **fields}, TEXT).body.members
-    assert engine_work_limits.wants_prompt_logprobs(members) is wants
+def test_an_echo_with_logprobs_wants_those_of_the_prompt(
+    path: str, fields: dict[str, Any], wants: bool
+) -> None:
+    members = accepted_body({"model": "m", **fields}, path).body.members
+    assert engine_work_limits.wants_prompt_logprobs(members, path) is wants
 
 
 @pytest.mark.parametrize("padding", [0, 300_000])

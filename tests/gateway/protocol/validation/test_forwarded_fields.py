@@ -67,6 +67,15 @@ def test_what_steers_an_engine_is_refused_on_every_route(path: str, name: str) -
     assert accepted_body({"model": "m", name: None}, path).dropped == []
 
 
+@pytest.mark.parametrize("name", STEERING)
+def test_a_false_number_that_steers_as_0_is_refused(name: str) -> None:
+    if name == "prompt_logprobs":
+        with pytest.raises(Refused, match="prompt_logprobs is not accepted"):
+            accepted_body({"model": "m", name: False})
+    else:
+        assert accepted_body({"model": "m", name: False}).dropped == []
+
+
 @pytest.mark.parametrize(
     ("client", "path"), [(claude_code, "/v1/messages"), (codex, "/v1/responses"), (openai_chat, CHAT)]
 )

@@ -90,6 +90,7 @@ def test_an_escaped_url_is_the_url_that_an_engine_reads() -> None:
         {"type": "text", "text": "https://other.example", "uuid": "a"},
         {"type": "document", "source": {"type": "text", "data": "a"}},
         {"type": "image_url", "image_url": None},
+        {"type": "tool_use", "input": {"type": "prompt_embeds", "data": "a"}},
     ],
 )
 def test_what_is_no_medium_passes(part: dict[str, Any]) -> None:
@@ -102,6 +103,7 @@ def test_what_is_no_medium_passes(part: dict[str, Any]) -> None:
     [
         ({"image_embeds": "%"}, "image_embeds is not accepted"),
         ({"type": "prompt_embeds", "prompt_embeds": {"data": "%"}}, "prompt_embeds is not accepted"),
+        ({"type": "prompt_embeds", "data": "%"}, "prompt_embeds is not accepted"),
         ({"image_url": {"url": "data:%"}, "uuid": "a"}, "uuid is not accepted"),
         ({"image_url": None, "uuid": "%"}, "uuid is not accepted"),
         ({"content": [{"content": [{"content": [{"content": [{"a": "%"}]}]}]}]}, "deeper than 4 levels"),
@@ -117,6 +119,17 @@ def test_tensors_names_and_deep_parts_are_refused(part: dict[str, Any], message:
 
     with pytest.raises(Refused, match=message):
         accepted_body({"model": "m", "messages": [{"content": [filled(part)]}]}, rules=RULES)
+
+
+@pytest.mark.parametrize("padding", [0, 300_000])
+@pytest.mark.parametrize("escaped", [1, 13])
+def test_an_escaped_type_is_the_type_that_an_engine_reads(escaped: int, padding: int) -> None:
+    name = "prompt_embeds"
+    kind = "".join([f"\\u{ord(letter):04x}" for letter in name[:escaped]]) + name[escaped:]
+    part = f'{{"da\\u0074a":"{"a" * padding}","type":"{kind}"}}'
+    raw = f'{{"model":"m","messages":[{{"content":[{part}],"role":"user"}}]}}'.encode()
+    with pytest.raises(Refused, match="prompt_embeds is not accepted"):
+        accepted_body(raw)
 
 
 @pytest.mark.parametrize("held", ["url", "data", "file_data"])
