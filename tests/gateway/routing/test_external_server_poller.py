@@ -167,10 +167,10 @@ async def test_a_failed_probe_is_repeated() -> None:
 async def test_a_host_that_httpx_does_not_take_is_not_served() -> None:
     """It ended the worker, and each that took its place."""
     view, busy = View(), Busy()
-    await probe(view, "http://xn--a:1")
+    await probe(view, "http://xn--ls8h:1")
     assert view.turns[0][0].state is ReplicaPhase.STOPPED
     assert "not allowed" in view.turns[0][0].reason
-    await probe(busy, "http://xn--a:1", AT_ONCE._replace(read_every_s=0.0))
+    await probe(busy, "http://xn--ls8h:1", AT_ONCE._replace(read_every_s=0.0))
     assert busy.queues == [None]
     # Checks of the deployment file refuse such an address, but nobody checks those of found servers.
     found = Deployment(
