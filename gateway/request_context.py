@@ -62,6 +62,9 @@ HEADERS_READ: Final = frozenset(
 )
 # The key of the scope for what :func:`headers_of` found, where the head was judged before the call began.
 HEADERS: Final = "tidegate.headers"
+# The key of the scope for the headers that let a web page read the answer: ``send`` adds them to every head
+# but :meth:`RequestContext.json_head`.
+CORS_HEADERS: Final = "tidegate.cors_headers"
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
@@ -138,6 +141,7 @@ class RequestContext:
         self.reservation: RequestReservation | None = None
         self.trace: RequestTrace | None = None
         self.proxied: ProxiedConnection | None = scope.get("tidegate.proxied")
+        self._cors: list[tuple[bytes, bytes]] | None = scope.get(CORS_HEADERS)
 
     @property
     def disconnected(self) -> bool:
@@ -208,7 +212,10 @@ class RequestContext:
         )  # fmt: skip
         if self.route.api is _MESSAGES:
             lines += b"request-id: %b\r\n" % self.request_id
-        for name, value in self._own_headers():
+        headers = self._own_headers()
+        if self._cors is not None:
+            headers = [*headers, *self._cors]
+        for name, value in headers:
             lines += b"%b: %b\r\n" % (name, value)
         return lines
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 
-from tidegate.replay.http_client import HttpOrigin, ReplayResponse
+from tidegate.replay.http_client import STALE_S, HttpOrigin, ReplayResponse
 
 # Longer than the queue timeout of the gateway.
 READ_TIMEOUT_S = 300.0
@@ -74,8 +74,7 @@ class BlockingHttpConnection:
             try:
                 return self._once(request, sink, timeout_s)
             except ConnectionError:
-                # The server has closed an idle connection: it ends without a byte.
-                if not kept or self._begun:
+                if not kept or self._begun or perf_counter() - self.began > STALE_S:
                     raise
                 self.close()
                 return self._once(request, sink, timeout_s)

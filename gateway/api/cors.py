@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Scope, Send
 
 from gateway.api.openapi_schema import LIMIT_HEADERS
+from gateway.request_context import CORS_HEADERS
 from policy.wire.headers import DROPPED_HEADER, EXPLAIN_HEADER, REPLICA_HEADER
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
@@ -54,7 +55,7 @@ class Cors:
 
     def sender(self, scope: Scope, send: Send) -> Send:
         """``send`` with the headers that let the page read the answer."""
-        more = self.headers(dict(scope["headers"]))
+        more = scope[CORS_HEADERS] = self.headers(dict(scope["headers"]))
 
         def send_with_headers(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -97,7 +97,7 @@ async def test_route_key_and_size_are_checked_before_the_body_is_read(
     writer.close()
 
 
-async def test_a_page_can_read_what_is_refused_before_the_body_is_read(shared: Stack) -> None:
+async def test_a_page_can_read_answers_and_what_is_refused_before_the_body_is_read(shared: Stack) -> None:
     page, chat = "https://app.example", "POST /v1/chat/completions"
     shared.gateway["cors"] = [page]
     shared.write_document()
@@ -131,6 +131,14 @@ async def test_a_page_can_read_what_is_refused_before_the_body_is_read(shared: S
             assert await allows(page, line, *more) == (status, page, ["origin"])
             assert await allows("https://evil.example", line, *more) == (status, None, ["origin"])
             assert await allows("", line, *more) == (status, None, ["origin"])
+        for stream in (False, True):
+            for origin, allowed in ((page, page), ("https://evil.example", None)):
+                headers = {"authorization": f"Bearer {WEB}", "origin": origin}
+                answer = await shared.http.post(
+                    "/v1/chat/completions", json={**CHAT, "stream": stream}, headers=headers
+                )
+                assert (answer.status_code, answer.headers["vary"]) == (200, "Origin")
+                assert answer.headers.get("access-control-allow-origin") == allowed
         wanted = "access-control-request-method: POST"
         assert (await allows(page, "OPTIONS /v1/chat/completions", wanted))[:2] == (200, page)
     finally:

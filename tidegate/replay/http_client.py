@@ -99,6 +99,9 @@ class ReplayResponse:
 CONNECT_TIMEOUT_S = 10.0
 # Silence after which a request fails; an engine's queue may be long.
 SILENT_AFTER_S = 600.0
+# A server that has closed an idle connection resets it when a request comes. One that ends it later than this
+# had the request, which would be sent twice, and seem to be answered quickly.
+STALE_S = 0.1
 
 
 class ReplayResponseSink(Protocol):
@@ -126,10 +129,9 @@ class ResponseBody:
 
 
 class ReplayConnection(asyncio.Protocol):
-    """A connection with one request at a time: ``used`` after the first, ``begun`` once bytes arrive."""
+    """A connection with one request at a time: ``begun`` once bytes of its answer arrive."""
 
     def __init__(self) -> None:
-        self.used = False
         self.begun = False
         self.reusable = True
         self._transport: asyncio.Transport | None = None
@@ -158,7 +160,6 @@ class ReplayConnection(asyncio.Protocol):
         finally:
             watch.cancel()
             self._answer = self._response = None
-            self.used = True
 
     def abort(self) -> None:
         self.reusable = False
@@ -235,12 +236,13 @@ class ReplayConnectionPool:
         self._idle.clear()
 
     async def _exchange(self, request: bytes, sink: ReplayResponseSink) -> int:
-        connection = self._idle_connection() or await self._connect()
+        kept = self._idle_connection()
+        connection = kept or await self._connect()
+        began = perf_counter()
         try:
             status = await connection.exchange(request, sink)
         except ConnectionError:
-            # The server has closed an idle connection: it ends without a byte.
-            if not connection.used or connection.begun:
+            if kept is None or connection.begun or perf_counter() - began > STALE_S:
                 raise
             connection = await self._connect()
             status = await connection.exchange(request, sink)

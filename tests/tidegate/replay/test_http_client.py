@@ -8,15 +8,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tidegate.replay.http_client import ReplayConnectionPool, ResponseBody
+from tidegate.replay.http_client import STALE_S, ReplayConnectionPool, ResponseBody
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Server:
-    """Counts connections, and gives the answers in order."""
+    """Counts connections, and gives answers in order; an empty one closes the connection after ``held_s``."""
 
-    def __init__(self, *answers: bytes) -> None:
+    def __init__(self, *answers: bytes, held_s: float = 0.0) -> None:
+        self.held_s = held_s
         self.connections = 0
         self.heads: list[bytes] = []
         self._answers = list(answers)
@@ -30,6 +31,7 @@ class Server:
                 break
             answer = self._answers.pop(0)
             if not answer:
+                await asyncio.sleep(self.held_s)
                 break
             writer.write(answer)
         writer.close()
@@ -84,6 +86,17 @@ async def test_an_answer_may_end_with_its_connection() -> None:
     server = Server(b"HTTP/1.1 200 OK\r\n\r\nok")
     async with server.pool() as pool:
         assert await get(pool) == b"ok"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_request_that_the_server_had_is_not_sent_again(kept: bool) -> None:
+    server = Server(*[ANSWER] * kept, b"", ANSWER, held_s=2 * STALE_S if kept else 0.0)
+    async with server.pool() as pool:
+        if kept:
+            await get(pool)
+        with pytest.raises(ConnectionError, match="before the answer was complete"):
+            await get(pool)
+    assert (server.connections, len(server.heads)) == (1, 1 + kept)
 
 
 async def test_a_request_is_not_repeated_after_a_partial_answer() -> None:
