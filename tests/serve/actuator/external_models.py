@@ -13,9 +13,22 @@ from serve.actuator.by_engine import ActuatorByEngine
 from serve.actuator.kubernetes import KubernetesActuator
 from serve.controller.controller import Controller
 from store.state_dir import StateDir
+from tests.kubernetes_api import DEPLOYMENTS, STATEFUL_SETS, KubernetesApi
 from tests.serve.fake_adapter_store import FakeAdapterStore
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 from tests.serve.sim_documents import deployment, document
+
+
+@asynccontextmanager
+async def workloads(*, small: int = 0, **more: int) -> AsyncIterator[KubernetesApi]:
+    """A StatefulSet and a Deployment for the shapes of a model, and Deployments with ``more`` names."""
+    api = KubernetesApi()
+    await api.start()
+    api.workload(STATEFUL_SETS, "small", replicas=small)
+    for name, replicas in {"large": 0, **more}.items():
+        api.workload(DEPLOYMENTS, name, replicas=replicas)
+    yield api
+    await api.stop()
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -31,17 +44,17 @@ async def controlling(
     """A controller of these models; those that Tidegate starts run in memory, in ``cluster``."""
     written = document(*models)
     state.save(state.deployment_path, written)
-    workloads = KubernetesActuator(state, deployment(*models).models)
+    external = KubernetesActuator(state, deployment(*models).models)
     cluster = cluster or MemoryCluster(lambda replica: None)
     cluster.beat = lambda replica: controller.beat(Heartbeat(replica=replica))
-    by_engine = ActuatorByEngine(MemoryActuator(cluster), workloads)
+    by_engine = ActuatorByEngine(MemoryActuator(cluster), external)
     controller = Controller(
         by_engine, state, 1, lambda: FakeAdapterStore(state.root),
         wall=time.time, monotonic=time.monotonic, by_engine=by_engine,
     )  # fmt: skip
     tasks = [
         asyncio.create_task(work)
-        for work in (workloads.report(controller.beat, every_s=0.02), controller.run())
+        for work in (external.report(controller.beat, every_s=0.02), controller.run())
     ]
     try:
         await controller.wait_until_restored()
@@ -50,4 +63,4 @@ async def controlling(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await workloads.close()
+        await external.close()

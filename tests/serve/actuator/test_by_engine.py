@@ -13,8 +13,8 @@ from serve.controller import controller as control_loop
 from serve.controller.controller import Controller
 from serve.controller_api_schema import ModelStatus
 from store.state_dir import StateDir
-from tests.kubernetes_api import DEPLOYMENTS, STATEFUL_SETS, KubernetesApi
-from tests.serve.actuator.external_models import controlling, eventually
+from tests.kubernetes_api import KubernetesApi
+from tests.serve.actuator.external_models import controlling, eventually, workloads
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.sim_documents import document, external_model, sim_model
 
@@ -24,12 +24,8 @@ STATIC = {"policy": "static"}
 
 @pytest.fixture
 async def api() -> AsyncIterator[KubernetesApi]:
-    made = KubernetesApi()
-    await made.start()
-    made.workload(STATEFUL_SETS, "small", replicas=2)
-    made.workload(DEPLOYMENTS, "large")
-    yield made
-    await made.stop()
+    async with workloads(small=2) as made:
+        yield made
 
 
 @pytest.fixture

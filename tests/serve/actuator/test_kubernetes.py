@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from tests.kubernetes_api import (
     KubernetesApi,
     merged,
 )
-from tests.serve.actuator.external_models import controlling, eventually
+from tests.serve.actuator.external_models import controlling, eventually, workloads
 from tests.serve.sim_documents import deployment, external_model, sim_model
 
 SMALL, LARGE = LayerKey("m", "small", 1), LayerKey("m", "large", 1)
@@ -45,17 +44,8 @@ vllm:generation_tokens_total{engine="0"} 10.0
 
 @pytest.fixture
 async def api() -> AsyncIterator[KubernetesApi]:
-    made = KubernetesApi()
-    await made.start()
-    made.workload(STATEFUL_SETS, "small")
-    made.workload(DEPLOYMENTS, "large")
-    yield made
-    await made.stop()
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> StateDir:
-    return StateDir(tmp_path / "state").ensure()
+    async with workloads() as made:
+        yield made
 
 
 def counts(api: KubernetesApi) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,8 @@ from policy.scaling.reconcile_steps import LayerKey
 from serve.actuator import kubernetes
 from serve.actuator.kubernetes import KubernetesActuator
 from store.state_dir import StateDir
-from tests.kubernetes_api import DEPLOYMENTS, STATEFUL_SETS, KubernetesApi
-from tests.serve.actuator.external_models import controlling, eventually
+from tests.kubernetes_api import DEPLOYMENTS, KubernetesApi
+from tests.serve.actuator.external_models import controlling, eventually, workloads
 from tests.serve.sim_documents import deployment, document, external_model, sim_model
 
 BEFORE, AFTER = LayerKey("m", "small", 1), LayerKey("m", "small", 2)
@@ -22,18 +21,8 @@ LARGE = LayerKey("m", "large", 1)
 
 @pytest.fixture
 async def api() -> AsyncIterator[KubernetesApi]:
-    made = KubernetesApi()
-    await made.start()
-    made.workload(STATEFUL_SETS, "small", replicas=3)
-    made.workload(DEPLOYMENTS, "large")
-    made.workload(DEPLOYMENTS, "new")
-    yield made
-    await made.stop()
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> StateDir:
-    return StateDir(tmp_path / "state").ensure()
+    async with workloads(small=3, new=0) as made:
+        yield made
 
 
 async def test_a_rollout_and_a_removal_that_a_restart_cuts_short_are_completed(
