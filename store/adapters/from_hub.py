@@ -8,7 +8,7 @@ from policy.errors import AdapterRefused, ModelUnavailable
 from store.adapters import FILES
 from store.adapters.fetch_context import FetchJob
 from store.adapters.validate import check_names
-from store.model_weights.hub_source import ID, explain, read_token, reporter
+from store.model_weights.hub_source import ID, explain, limit_silence, read_token, reporter
 
 SCHEME = "hf:"
 
@@ -27,6 +27,7 @@ def fetch(job: FetchJob) -> None:
         token = read_token(job.token_file)
     except ModelUnavailable as error:
         raise job.unreachable(error) from error
+    limit_silence()
     try:
         info = huggingface_hub.HfApi(token=token).model_info(
             match["repo"], revision=match["revision"], files_metadata=True
