@@ -45,6 +45,8 @@ def fetch(job: FetchJob) -> None:
     except Exception as error:  # each driver has its own exceptions
         raise job.unreachable(error) from error
     try:
+        # Drivers keep their instances, and in them listings for ever: what came since would not be seen.
+        system.invalidate_cache()
         if not system.isfile(path):
             _take_folder(job, system, path)
             return

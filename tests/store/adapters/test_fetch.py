@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec  # type: ignore[import-untyped]
 import huggingface_hub
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from policy.errors import AdapterRefused
@@ -359,6 +360,34 @@ def test_a_prefix_of_an_object_store_is_fetched(tmp_path: Path, bucket: Any) -> 
     for name, data in {**files(), "README.md": b"x"}.items():
         bucket.pipe(f"/b/sql/{name}", data)
     assert fetched(job(tmp_path, "memory://b/sql")) == files()
+
+
+class ListingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """A store whose driver keeps listings until they are invalidated, as s3fs does."""
+
+    protocol = "listing"
+    listings: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("listing://")))
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        if path not in self.listings:
+            self.listings[path] = super().ls(path, detail=detail)
+        return self.listings[path]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.listings.clear()
+
+
+def test_a_prefix_that_was_incomplete_is_fetched_once_it_is_whole(tmp_path: Path, bucket: Any) -> None:
+    fsspec.register_implementation("listing", ListingStore, clobber=True)
+    given = job(tmp_path, "listing://b/sql")
+    bucket.pipe(f"/b/sql/{CONFIG}", files()[CONFIG])
+    assert refused(lambda: fetch(given)).code == "not_an_adapter"
+    bucket.pipe(f"/b/sql/{WEIGHTS}", files()[WEIGHTS])
+    assert fetched(given) == files()
 
 
 def test_an_interrupted_download_from_an_object_store_is_resumed(tmp_path: Path, bucket: Any) -> None:
