@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, TidegateError
 from policy.wire.adapter_catalog import DIGEST
 from store.adapters import FILES
 from store.artifact_manifest import Manifest, entries, publish, read, seal, verified
@@ -24,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 _WORK = ".work-"
 # Partial downloads that were not resumed for this long are deleted.
 KEPT_S = 7 * 86_400.0
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 class AdapterBlobStore:
@@ -38,7 +40,7 @@ class AdapterBlobStore:
         self._verified: set[str] = set()
         self._parts = root / ".parts"
         self._parts.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._clear()
+        self.clear_abandoned()
 
     def path(self, digest: str) -> Path | None:
         """The directory of the adapter, verified once per process; ``None`` if incomplete."""
@@ -145,22 +147,25 @@ class AdapterBlobStore:
     def parts(self, source: str) -> Iterator[Path]:
         """A directory for partial downloads of ``source``, which outlives this process; one user at a time.
 
-        It is deleted after success or refusal, and kept if the source became unreachable.
+        It is deleted after success, refusal and cancellation. It is kept if the source became unreachable,
+        unless this disk is full: others need the space.
         """
         path = self._parts / hashlib.sha256(source.encode()).hexdigest()
         held = _hold(path)
         try:
             yield path
             shutil.rmtree(path, ignore_errors=True)
-        except AdapterRefused as refused:
+        except Exception as error:
             came = any(part.stat().st_size for part in path.iterdir())
-            if refused.code != "source_unreachable" or not came:
+            refused = isinstance(error, TidegateError)
+            unreachable = isinstance(error, AdapterRefused) and error.code == "source_unreachable"
+            if (refused and not unreachable) or not came or _is_disk_full(error):
                 shutil.rmtree(path, ignore_errors=True)
             raise
         finally:
             os.close(held)
 
-    def _clear(self) -> None:
+    def clear_abandoned(self) -> None:
         """Delete directories of killed processes, and abandoned downloads."""
         before = self._clock() - KEPT_S
         with self._locked():
@@ -174,6 +179,16 @@ class AdapterBlobStore:
     def _locked(self) -> AbstractContextManager[None]:
         """Lock out other threads and processes while directories are renamed."""
         return locked(self._root / ".lock")
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """Whether ``error`` or a cause of it is a full disk; some download backends only say so in their text."""
+    each: BaseException | None = error
+    while each is not None:
+        if any(text in str(each) for text in _FULL):
+            return True
+        each = each.__cause__ or each.__context__
+    return False
 
 
 def _hold(path: Path) -> int:

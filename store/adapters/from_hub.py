@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import huggingface_hub
 
-from policy.errors import AdapterRefused, ModelUnavailable
+from policy.errors import ModelUnavailable, TidegateError
 from store.adapters import FILES
 from store.adapters.fetch_context import FetchJob
 from store.adapters.validate import check_names
@@ -46,7 +46,7 @@ def fetch(job: FetchJob) -> None:
             local_dir=job.parts,
             tqdm_class=reporter(job.source, job.report),
         )
-    except AdapterRefused:
+    except TidegateError:  # refused, or the job was cancelled
         raise
     except Exception as error:  # the hub's client and its backends have their own exceptions
         raise job.unreachable(explain(name, token, error)) from error

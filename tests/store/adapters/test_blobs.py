@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, TargetError
 from store.adapters import CONFIG, FILES, WEIGHTS
 from store.adapters.blobs import KEPT_S, AdapterBlobStore
 
@@ -207,6 +208,43 @@ def test_refused_and_empty_downloads_are_not_kept(blobs: AdapterBlobStore, conte
         (parts / "archive.part").write_text(content)
         raise AdapterRefused(code, "")
     assert not parts.exists()
+
+
+def failure(kind: str) -> Exception:
+    """An error of a download: of this disk, wrapped as fetches wrap it, or of something else."""
+    if kind == "cancelled":
+        return TargetError("sql was removed")
+    error = {
+        "full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        "quota": OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        "backend": RuntimeError("IO Error: No space left on device (os error 28)"),
+    }.get(kind, OSError(errno.EIO, os.strerror(errno.EIO)))
+    if kind in ("quota", "backend", "reset"):
+        refused = AdapterRefused("source_unreachable", "")
+        refused.__cause__ = error
+        return refused
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("full", False),
+        ("quota", False),
+        ("backend", False),
+        ("cancelled", False),
+        ("reset", True),
+        ("io", True),
+    ],
+)
+def test_downloads_that_fill_the_disk_or_are_cancelled_are_not_kept(
+    blobs: AdapterBlobStore, kind: str, kept: bool
+) -> None:
+    error = failure(kind)
+    with pytest.raises(type(error)), blobs.parts("s") as parts:
+        (parts / "archive.part").write_text("x")
+        raise error
+    assert parts.exists() is kept
 
 
 def test_only_one_process_fetches_a_source_at_a_time(blobs: AdapterBlobStore) -> None:

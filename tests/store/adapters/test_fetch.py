@@ -19,7 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, TargetError
 from store.adapters import CONFIG, FILES, WEIGHTS, from_web
 from store.adapters.blobs import AdapterBlobStore
 from store.adapters.fetch import fetch
@@ -407,6 +407,15 @@ def test_an_interrupted_download_from_an_object_store_is_resumed(tmp_path: Path,
     finally:
         source.seek = original
     assert 1000 in seen
+
+
+def test_a_cancelled_download_ends_as_such(tmp_path: Path, bucket: Any) -> None:
+    def cancel(_: ProgressLine) -> None:
+        raise TargetError("sql was removed")
+
+    bucket.pipe("/b/a.zip", ARCHIVE)
+    with pytest.raises(TargetError):
+        fetch(job(tmp_path, "memory://b/a.zip")._replace(report=cancel))
 
 
 def test_an_object_that_changes_during_the_download_is_refused(tmp_path: Path, bucket: Any) -> None:
