@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -107,6 +108,60 @@ class AdapterBlobStore:
             with suppress(FileNotFoundError):
                 (self._root / digest).rename(work / digest)
         return True
+
+    def use(self, digest: str) -> int | None:
+        """A descriptor that spares the adapter from :meth:`trim` until it is closed or the process ends.
+
+        The adapter counts as used now. ``None`` if it is not stored. Raises ``OSError``.
+        """
+        if DIGEST.fullmatch(digest) is None:
+            return None
+        path = self._root / digest
+        try:
+            held = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(held), path.stat()):
+                os.utime(path)
+                return held
+        except FileNotFoundError:  # deleted meanwhile
+            pass
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)
+        return None
+
+    def trim(self, max_bytes: int) -> None:
+        """Delete the least recently used adapters until the others have at most ``max_bytes``.
+
+        Nor may they have more than half of their space and what the disk has free. Adapters in use stay.
+        Raises ``OSError``.
+        """
+        gone: list[tuple[Path, int]] = []
+        try:
+            with self._locked():
+                found = sorted(self.digests(), key=lambda digest: -self.age_s(digest))
+                sizes = {digest: _size(self._root / digest) for digest in found}
+                used = sum(sizes.values())
+                limit = min(max_bytes, (used + shutil.disk_usage(self._root).free) // 2)
+                for digest in found:
+                    if used <= limit:
+                        break
+                    if (held := _lock_unused(self._root / digest)) is None:
+                        continue
+                    # Beside the others: a full disk may have no room for a directory to move it to.
+                    away = self._root / f"{_WORK}{digest}-{secrets.token_hex(4)}"
+                    gone.append((away, held))
+                    self._verified.discard(digest)
+                    (self._root / digest).rename(away)
+                    used -= sizes[digest]
+        finally:
+            for away, held in gone:
+                shutil.rmtree(away, ignore_errors=True)
+                os.close(held)
 
     def tar(self, digest: str) -> Iterator[bytes]:
         """The files as a tar stream for :meth:`take_tar`; raises ``KeyError`` if they are not stored."""
@@ -210,15 +265,28 @@ def _hold(path: Path) -> int:
         os.close(held)
 
 
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
 def _clear_unheld(path: Path) -> None:
     try:
-        held = os.open(path, os.O_RDONLY)
+        held = _lock_unused(path)
     except FileNotFoundError:
         return
+    if held is not None:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(held)
+
+
+def _lock_unused(path: Path) -> int | None:
+    """A descriptor with an exclusive lock on the directory ``path``; ``None`` if another one has a lock."""
+    held = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
+    except BaseException as error:
         os.close(held)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return held
