@@ -50,6 +50,9 @@ def fetch(job: FetchJob) -> None:
         raise
     except Exception as error:  # the hub's client and its backends have their own exceptions
         raise job.unreachable(explain(name, token, error)) from error
+    if not all((job.parts / file).is_file() for file in FILES):
+        # Its client returns what is here if the hub fails after the first answer.
+        raise job.unreachable("the Hugging Face hub cannot be reached any more")
     for file in FILES:
         # The hub's sizes may be wrong; the files are measured again when they are validated.
         (job.parts / file).rename(job.into / file)

@@ -279,7 +279,7 @@ def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: AdapterBlob
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The hub's client with its two functions replaced: its content, and the calls."""
-    state: dict[str, Any] = {"files": {**files(), "README.md": b"x"}, "asked": [], "error": None}
+    state: dict[str, Any] = {"files": {**files(), "README.md": b"x"}, "asked": [], "error": None, "comes": []}
 
     class Api:
         def __init__(self, token: str | None) -> None:
@@ -296,7 +296,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def download(repo: str, *, revision: str, allow_patterns: list[str], local_dir: Path, **_: Any) -> str:
         state["asked"].append((repo, revision))
-        for name in allow_patterns:
+        for name in state["comes"] or allow_patterns:
             (local_dir / name).write_bytes(state["files"][name])
         return str(local_dir)
 
@@ -332,6 +332,15 @@ def test_listed_files_are_checked_before_they_are_fetched(
     for name, data in content.items():
         bucket.pipe(f"/b/x/{name}", data)
     assert refused(lambda: fetch(given._replace(source="memory://b/x"))).code == code
+
+
+def test_a_download_of_the_hub_that_is_incomplete_can_be_retried(tmp_path: Path, hub: dict[str, Any]) -> None:
+    hub["comes"] = [CONFIG]
+    given = job(tmp_path, "hf:org/name")
+    error = refused(lambda: fetch(given))
+    assert (error.code, "cannot be reached any more" in str(error)) == ("source_unreachable", True)
+    hub["comes"] = []
+    assert fetched(given) == files()
 
 
 def test_a_missing_repository_or_token_file_is_refused(tmp_path: Path, hub: dict[str, Any]) -> None:
