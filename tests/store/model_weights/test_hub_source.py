@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors
 from huggingface_hub.errors import HfHubHTTPError
