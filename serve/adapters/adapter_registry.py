@@ -211,6 +211,8 @@ class AdapterRegistry:
                 raise _unknown(key)
             for adding in coming:
                 adding.revoke()
+                # Its thread may wait for a source for long; another job of the name does not wait for it.
+                self.jobs[adding].cancel()
         log.info("adapter %s on %s: removed", key[1], key[0])
 
     async def declared(self) -> dict[Key, frozenset[str]]:

@@ -89,8 +89,10 @@ class AdapterStore:
     def clear(self, in_use: Collection[str], older_s: float) -> list[str]:
         """Delete files that no name used for ``older_s`` seconds and that are not in use; their digests.
 
-        ``in_use`` are serving names, which contain the beginning of a digest.
+        ``in_use`` are serving names, which contain the beginning of a digest. Abandoned downloads are deleted
+        too.
         """
+        self._files.clear_abandoned()
         used = {name.rpartition("@")[2] for name in in_use}
         unnamed = self.names.unused_digests(self._files.digests(), older_s)
         idle = sorted(digest for digest in unnamed if digest[:DIGITS] not in used)

@@ -30,8 +30,8 @@ class AddAdapterJob:
     The job continues whether or not a client watches it. Worker threads report progress; the event loop reads
     ``line``. Sources that are ``known`` are fetched again only if their files are gone. ``percent`` is the
     part of the name's requests for the new version, ``None`` for all; ``any_base`` takes an adapter that
-    names another base model. A job is ``revoked`` when its name is removed: its watchers get the error at
-    once, and its thread ends at its next report.
+    names another base model. A job is ``revoked`` when its name is removed: its watchers get the error and
+    the next job its turn at once, and its thread ends at its next report.
     """
 
     key: Key

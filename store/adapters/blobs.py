@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, TidegateError
 from policy.wire.adapter_catalog import DIGEST
 from store.adapters import FILES
 from store.artifact_manifest import Manifest, entries, publish, read, seal, verified
@@ -24,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 _WORK = ".work-"
 # Partial downloads that were not resumed for this long are deleted.
 KEPT_S = 7 * 86_400.0
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 class AdapterBlobStore:
@@ -38,7 +41,7 @@ class AdapterBlobStore:
         self._verified: set[str] = set()
         self._parts = root / ".parts"
         self._parts.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._clear()
+        self.clear_abandoned()
 
     def path(self, digest: str) -> Path | None:
         """The directory of the adapter, verified once per process; ``None`` if incomplete."""
@@ -106,6 +109,60 @@ class AdapterBlobStore:
                 (self._root / digest).rename(work / digest)
         return True
 
+    def use(self, digest: str) -> int | None:
+        """A descriptor that spares the adapter from :meth:`trim` until it is closed or the process ends.
+
+        The adapter counts as used now. ``None`` if it is not stored. Raises ``OSError``.
+        """
+        if DIGEST.fullmatch(digest) is None:
+            return None
+        path = self._root / digest
+        try:
+            held = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(held), path.stat()):
+                os.utime(path)
+                return held
+        except FileNotFoundError:  # deleted meanwhile
+            pass
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)
+        return None
+
+    def trim(self, max_bytes: int) -> None:
+        """Delete the least recently used adapters until the others have at most ``max_bytes``.
+
+        Nor may they have more than half of their space and what the disk has free. Adapters in use stay.
+        Raises ``OSError``.
+        """
+        gone: list[tuple[Path, int]] = []
+        try:
+            with self._locked():
+                found = sorted(self.digests(), key=lambda digest: -self.age_s(digest))
+                sizes = {digest: _size(self._root / digest) for digest in found}
+                used = sum(sizes.values())
+                limit = min(max_bytes, (used + shutil.disk_usage(self._root).free) // 2)
+                for digest in found:
+                    if used <= limit:
+                        break
+                    if (held := _lock_unused(self._root / digest)) is None:
+                        continue
+                    # Beside the others: a full disk may have no room for a directory to move it to.
+                    away = self._root / f"{_WORK}{digest}-{secrets.token_hex(4)}"
+                    gone.append((away, held))
+                    self._verified.discard(digest)
+                    (self._root / digest).rename(away)
+                    used -= sizes[digest]
+        finally:
+            for away, held in gone:
+                shutil.rmtree(away, ignore_errors=True)
+                os.close(held)
+
     def tar(self, digest: str) -> Iterator[bytes]:
         """The files as a tar stream for :meth:`take_tar`; raises ``KeyError`` if they are not stored."""
         path = self.path(digest)
@@ -145,22 +202,25 @@ class AdapterBlobStore:
     def parts(self, source: str) -> Iterator[Path]:
         """A directory for partial downloads of ``source``, which outlives this process; one user at a time.
 
-        It is deleted after success or refusal, and kept if the source became unreachable.
+        It is deleted after success, refusal and cancellation. It is kept if the source became unreachable,
+        unless this disk is full: others need the space.
         """
         path = self._parts / hashlib.sha256(source.encode()).hexdigest()
         held = _hold(path)
         try:
             yield path
             shutil.rmtree(path, ignore_errors=True)
-        except AdapterRefused as refused:
+        except Exception as error:
             came = any(part.stat().st_size for part in path.iterdir())
-            if refused.code != "source_unreachable" or not came:
+            refused = isinstance(error, TidegateError)
+            unreachable = isinstance(error, AdapterRefused) and error.code == "source_unreachable"
+            if (refused and not unreachable) or not came or _is_disk_full(error):
                 shutil.rmtree(path, ignore_errors=True)
             raise
         finally:
             os.close(held)
 
-    def _clear(self) -> None:
+    def clear_abandoned(self) -> None:
         """Delete directories of killed processes, and abandoned downloads."""
         before = self._clock() - KEPT_S
         with self._locked():
@@ -174,6 +234,16 @@ class AdapterBlobStore:
     def _locked(self) -> AbstractContextManager[None]:
         """Lock out other threads and processes while directories are renamed."""
         return locked(self._root / ".lock")
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """Whether ``error`` or a cause of it is a full disk; some download backends only say so in their text."""
+    each: BaseException | None = error
+    while each is not None:
+        if any(text in str(each) for text in _FULL):
+            return True
+        each = each.__cause__ or each.__context__
+    return False
 
 
 def _hold(path: Path) -> int:
@@ -195,15 +265,28 @@ def _hold(path: Path) -> int:
         os.close(held)
 
 
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
 def _clear_unheld(path: Path) -> None:
     try:
-        held = os.open(path, os.O_RDONLY)
+        held = _lock_unused(path)
     except FileNotFoundError:
         return
+    if held is not None:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(held)
+
+
+def _lock_unused(path: Path) -> int | None:
+    """A descriptor with an exclusive lock on the directory ``path``; ``None`` if another one has a lock."""
+    held = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
+    except BaseException as error:
         os.close(held)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return held

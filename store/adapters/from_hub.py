@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import huggingface_hub
 
-from policy.errors import AdapterRefused, ModelUnavailable
+from policy.errors import ModelUnavailable, TidegateError
 from store.adapters import FILES
 from store.adapters.fetch_context import FetchJob
 from store.adapters.validate import check_names
-from store.model_weights.hub_source import ID, explain, read_token, reporter
+from store.model_weights.hub_source import ID, explain, limit_silence, read_token, reporter
 
 SCHEME = "hf:"
 
@@ -27,6 +27,7 @@ def fetch(job: FetchJob) -> None:
         token = read_token(job.token_file)
     except ModelUnavailable as error:
         raise job.unreachable(error) from error
+    limit_silence()
     try:
         info = huggingface_hub.HfApi(token=token).model_info(
             match["repo"], revision=match["revision"], files_metadata=True
@@ -45,10 +46,13 @@ def fetch(job: FetchJob) -> None:
             local_dir=job.parts,
             tqdm_class=reporter(job.source, job.report),
         )
-    except AdapterRefused:
+    except TidegateError:  # refused, or the job was cancelled
         raise
     except Exception as error:  # the hub's client and its backends have their own exceptions
         raise job.unreachable(explain(name, token, error)) from error
+    if not all((job.parts / file).is_file() for file in FILES):
+        # Its client returns what is here if the hub fails after the first answer.
+        raise job.unreachable("the Hugging Face hub cannot be reached any more")
     for file in FILES:
         # The hub's sizes may be wrong; the files are measured again when they are validated.
         (job.parts / file).rename(job.into / file)

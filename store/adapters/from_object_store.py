@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import fsspec  # type: ignore[import-untyped]
 from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, TidegateError
 from store.adapters import FILES, WEIGHTS
 from store.adapters.archive import unpack
 from store.adapters.fetch_context import FetchJob, PartialDownload
@@ -45,11 +45,13 @@ def fetch(job: FetchJob) -> None:
     except Exception as error:  # each driver has its own exceptions
         raise job.unreachable(error) from error
     try:
+        # Drivers keep their instances, and in them listings for ever: what came since would not be seen.
+        system.invalidate_cache()
         if not system.isfile(path):
             _take_folder(job, system, path)
             return
         part = _take(job, system, path, "archive")
-    except AdapterRefused:
+    except TidegateError:  # refused, or the job was cancelled
         raise
     except FileNotFoundError as error:  # its text is the path
         raise job.unreachable("there is no such object or folder") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0
 WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 # Folders often repeat the weights in other formats; code is never needed.
 UNWANTED = ["*/*", "*.bin", "*.pt", "*.pth", "*.py"]
+# How long the hub may be silent: for the connection, and between two blocks of an answer.
+SILENT_S = 30.0
+_CLIENT = threading.Lock()
 
 
 def prepare_hub(source: str, *, token_file: str | None, report: Report) -> PreparedWeights:
@@ -36,6 +41,7 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
     if match is None:
         raise ModelUnavailable(f"{source!r} is not ORG/NAME or ORG/NAME@REVISION")
     token = read_token(token_file)
+    limit_silence()
     report(ProgressLine(step="fetch", message=f"fetching {source} from the Hugging Face hub"))
     try:
         path = huggingface_hub.snapshot_download(
@@ -50,6 +56,31 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
         raise ModelUnavailable(explain(source, token, error)) from error
     snapshot = Path(str(path))
     return PreparedWeights(path=prepare_directory(snapshot).path, digest=snapshot.name)
+
+
+def limit_silence() -> None:
+    """Let the hub's client wait at most ``SILENT_S``; it asks for revisions and lists without a timeout."""
+    with _CLIENT:  # a second call at the same time would close the client of a request
+        _replace_client()
+
+
+@functools.cache
+def _replace_client() -> None:
+    made = huggingface_hub.get_session()
+    kind, hooks = type(made), made.event_hooks["request"]
+
+    def client() -> Any:
+        return kind(follow_redirects=True, timeout=None, event_hooks={"request": [*hooks, _limit]})
+
+    huggingface_hub.set_client_factory(client)
+
+
+def _limit(request: Any) -> None:
+    """A hook, because a client's own timeout does not count for requests that say they have none."""
+    given = request.extensions["timeout"]
+    request.extensions["timeout"] = {
+        name: SILENT_S if seconds is None else seconds for name, seconds in given.items()
+    }
 
 
 def read_token(token_file: str | None) -> str | None:

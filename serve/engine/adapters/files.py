@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import httpx
@@ -18,30 +19,52 @@ PULL_TIMEOUT_S = 30.0
 # Maximum concurrent pulls. Files found on this machine do not wait for them.
 PULLS = 4
 BLOCK_BYTES = 4 * 1024 * 1024
+# Pulled files are kept up to this size, the least recently used are deleted first.
+CACHE_BYTES = 32 * 1024**3
 
 
 class AdapterFileCache:
     """Looks in the directories ``roots`` in order; files found in none are pulled into the last one.
 
     ``controller`` has the addresses to pull from (empty: none), ``max_bytes`` is the size limit of a pull.
+    Before a pull, files of the last directory that no engine uses are deleted down to ``cache_bytes``.
     """
 
-    def __init__(self, roots: Sequence[Path], *, controller: str, secret: str, max_bytes: int) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        *,
+        controller: str,
+        secret: str,
+        max_bytes: int,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         self._roots = tuple(roots)
         self._stores: dict[Path, AdapterBlobStore] = {}
         self._controllers = Controllers(controller)
         self._secret = secret
         self._max_bytes = max_bytes
+        self._cache_bytes = cache_bytes
         self._pulls = asyncio.Semaphore(PULLS)
+        # Descriptors that spare files of the last directory from deletion, by digest.
+        self._used: dict[str, int] = {}
 
     async def fetch(self, digest: str) -> Path:
-        """The directory of the adapter; raises :class:`policy.errors.AdapterRefused`."""
+        """The directory of the adapter; raises :class:`policy.errors.AdapterRefused`.
+
+        The files stay until :meth:`retain` is called without them.
+        """
         try:
+            if digest not in self._used and (held := await asyncio.to_thread(self._use, digest)) is not None:
+                self._spare(digest, held)
             path = await asyncio.to_thread(self._find, digest)
             if path is not None:
                 return path
             async with self._pulls:
-                return await asyncio.to_thread(self._pull, digest)
+                path = await asyncio.to_thread(self._pull, digest)
+            if (held := await asyncio.to_thread(self._use, digest)) is not None:
+                self._spare(digest, held)
+            return path
         except httpx.HTTPStatusError as error:
             reason = f"the controller answered {error.response.status_code} to a request for {digest[:12]}"
             if error.response.status_code == 404:
@@ -53,6 +76,11 @@ class AdapterFileCache:
         except OSError as error:
             reason = f"the files of {digest[:12]} cannot be stored here: {error.strerror or error}"
             raise AdapterRefused("files_missing", reason) from error
+
+    def retain(self, digests: Collection[str]) -> None:
+        """The files of all but these may be deleted."""
+        for digest in self._used.keys() - digests:
+            os.close(self._used.pop(digest))
 
     async def warm(self, path: Path) -> None:
         """Read every file into the page cache, so that the engine's load between two steps is short.
@@ -69,6 +97,15 @@ class AdapterFileCache:
         stores = (self._store(root) for root in self._roots if root.is_dir())
         return next((path for store in stores if (path := store.path(digest)) is not None), None)
 
+    def _use(self, digest: str) -> int | None:
+        root = self._roots[-1] if self._roots else None
+        return self._store(root).use(digest) if root is not None and root.is_dir() else None
+
+    def _spare(self, digest: str, held: int) -> None:
+        if (former := self._used.pop(digest, None)) is not None:
+            os.close(former)
+        self._used[digest] = held
+
     def _store(self, root: Path) -> AdapterBlobStore:
         if root not in self._stores:
             self._stores[root] = AdapterBlobStore(root)
@@ -77,6 +114,7 @@ class AdapterFileCache:
     def _pull(self, digest: str) -> Path:
         if not self._controllers.first or not self._roots:
             raise AdapterRefused("files_missing", f"there are no files of {digest[:12]} on this machine")
+        self._store(self._roots[-1]).trim(self._cache_bytes)
         *others, last = self._controllers.in_turn()
         for address in others:
             try:

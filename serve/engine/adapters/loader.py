@@ -292,6 +292,8 @@ class AdapterLoader:
 
     async def _fetched(self, entry: Entry) -> None:
         began = self._clock()
+        used = [*self._fetches, *(each for each in self._slots if each.files is not None)]
+        self._files.retain({each.adapter.digest for each in used})
         try:
             path = await self._files.fetch(entry.adapter.digest)
             found = self._clock()

@@ -227,3 +227,21 @@ async def test_pending_import_can_be_removed(library: AdapterRegistry, store: Fa
     assert (await ended(again)).line.alias is not None
     assert adding.line.error is not None
     assert store.records[SQL].versions[0].source == "/b"
+
+
+@pytest.mark.timeout(60)
+async def test_a_job_does_not_wait_for_the_thread_of_a_removed_one(
+    library: AdapterRegistry, store: FakeAdapterStore
+) -> None:
+    store.gate.clear()
+    library.add(AddAdapterRequest(name="sql", source="https://h/silent"))
+    while not store.imported:  # noqa: ASYNC110 - the thread has no event
+        await asyncio.sleep(0.001)
+    await library.remove(SQL)
+    again = library.add(AddAdapterRequest(name="sql", source="https://h/a"))
+    while len(store.imported) < 2:  # noqa: ASYNC110 - likewise
+        await asyncio.sleep(0.001)
+    assert store.imported == ["https://h/silent", "https://h/a"]
+    store.gate.set()
+    assert (await ended(again)).line.alias is not None
+    assert [version.source for version in store.records[SQL].versions] == ["https://h/a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,17 @@ def test_the_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch:
             store.take(of_vllm, source(tmp_path, seed), quiet)
         assert refused.value.code == "target_module"
     assert asked == ["package:base"]
+
+
+def test_abandoned_downloads_are_deleted_while_the_controller_runs(
+    store: AdapterStore, state: StateDir
+) -> None:
+    assert store.clear((), 0) == []
+    parts = state.adapters / ".parts" / "of-a-presigned-url"
+    parts.mkdir()
+    (parts / "archive.part").write_bytes(b"x")
+    store.clear((), 0)
+    assert parts.exists()
+    os.utime(parts, (1, 1))
+    store.clear((), 0)
+    assert not parts.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,7 @@ class FakeFiles(AdapterFileCache):
     def __init__(self) -> None:
         super().__init__((), controller="", secret="", max_bytes=0)
         self.fetched: list[str] = []
+        self.retained: set[str] = set()
         self.missing: set[str] = set()
         self.slow: set[str] = set()
         self.go = asyncio.Event()
@@ -154,6 +155,9 @@ class FakeFiles(AdapterFileCache):
         if digest[0] in self.missing:
             raise AdapterRefused("files_missing", "not found")
         return Path("/adapters") / digest
+
+    def retain(self, digests: Collection[str]) -> None:
+        self.retained = {digest[0] for digest in digests}
 
     async def warm(self, path: Path) -> None:
         await asyncio.sleep(0)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, TargetError
 from store.adapters import CONFIG, FILES, WEIGHTS
 from store.adapters.blobs import KEPT_S, AdapterBlobStore
 
@@ -207,6 +210,78 @@ def test_refused_and_empty_downloads_are_not_kept(blobs: AdapterBlobStore, conte
         (parts / "archive.part").write_text(content)
         raise AdapterRefused(code, "")
     assert not parts.exists()
+
+
+def test_the_least_recently_used_adapters_are_trimmed(
+    blobs: AdapterBlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c, d = digests = [stored(blobs, weights=letter * 1000) for letter in (b"a", b"b", b"c", b"d")]
+    for age, digest in enumerate(digests):
+        os.utime(tmp_path / "adapters" / digest, (age, age))
+    size = sum(file.stat().st_size for file in (tmp_path / "adapters" / a).iterdir())
+    other = AdapterBlobStore(tmp_path / "adapters")
+    held = other.use(b)
+    assert held is not None
+    other.trim(4 * size)
+    assert blobs.digests() == set(digests)
+    other.trim(3 * size)
+    assert blobs.digests() == {b, c, d}
+    os.utime(tmp_path / "adapters" / b, (0, 0))
+    other.trim(2 * size)
+    assert blobs.digests() == {b, d}, "b is in use"
+    os.close(held)
+    # A disk without free space: they may have half of what they have.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    blobs.trim(100 * size)
+    assert blobs.digests() == {d}
+    assert not list((tmp_path / "adapters").glob(".work-*"))
+    assert (other.path(b), other.use(b), other.use("..")) == (None, None, None)
+
+
+def test_use_resets_the_age(blobs: AdapterBlobStore, clock: Clock, tmp_path: Path) -> None:
+    digest = stored(blobs)
+    os.utime(tmp_path / "adapters" / digest, (1, 1))
+    held = blobs.use(digest)
+    assert held is not None
+    os.close(held)
+    assert blobs.age_s(digest) < 60
+
+
+def failure(kind: str) -> Exception:
+    """An error of a download: of this disk, wrapped as fetches wrap it, or of something else."""
+    if kind == "cancelled":
+        return TargetError("sql was removed")
+    error = {
+        "full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        "quota": OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        "backend": RuntimeError("IO Error: No space left on device (os error 28)"),
+    }.get(kind, OSError(errno.EIO, os.strerror(errno.EIO)))
+    if kind in ("quota", "backend", "reset"):
+        refused = AdapterRefused("source_unreachable", "")
+        refused.__cause__ = error
+        return refused
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("full", False),
+        ("quota", False),
+        ("backend", False),
+        ("cancelled", False),
+        ("reset", True),
+        ("io", True),
+    ],
+)
+def test_downloads_that_fill_the_disk_or_are_cancelled_are_not_kept(
+    blobs: AdapterBlobStore, kind: str, kept: bool
+) -> None:
+    error = failure(kind)
+    with pytest.raises(type(error)), blobs.parts("s") as parts:
+        (parts / "archive.part").write_text("x")
+        raise error
+    assert parts.exists() is kept
 
 
 def test_only_one_process_fetches_a_source_at_a_time(blobs: AdapterBlobStore) -> None:

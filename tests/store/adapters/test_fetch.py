@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec  # type: ignore[import-untyped]
 import huggingface_hub
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from policy.errors import AdapterRefused
+from policy.errors import AdapterRefused, TargetError
 from store.adapters import CONFIG, FILES, WEIGHTS, from_web
 from store.adapters.blobs import AdapterBlobStore
 from store.adapters.fetch import fetch
@@ -278,7 +279,7 @@ def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: AdapterBlob
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The hub's client with its two functions replaced: its content, and the calls."""
-    state: dict[str, Any] = {"files": {**files(), "README.md": b"x"}, "asked": [], "error": None}
+    state: dict[str, Any] = {"files": {**files(), "README.md": b"x"}, "asked": [], "error": None, "comes": []}
 
     class Api:
         def __init__(self, token: str | None) -> None:
@@ -295,7 +296,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def download(repo: str, *, revision: str, allow_patterns: list[str], local_dir: Path, **_: Any) -> str:
         state["asked"].append((repo, revision))
-        for name in allow_patterns:
+        for name in state["comes"] or allow_patterns:
             (local_dir / name).write_bytes(state["files"][name])
         return str(local_dir)
 
@@ -333,6 +334,15 @@ def test_listed_files_are_checked_before_they_are_fetched(
     assert refused(lambda: fetch(given._replace(source="memory://b/x"))).code == code
 
 
+def test_a_download_of_the_hub_that_is_incomplete_can_be_retried(tmp_path: Path, hub: dict[str, Any]) -> None:
+    hub["comes"] = [CONFIG]
+    given = job(tmp_path, "hf:org/name")
+    error = refused(lambda: fetch(given))
+    assert (error.code, "cannot be reached any more" in str(error)) == ("source_unreachable", True)
+    hub["comes"] = []
+    assert fetched(given) == files()
+
+
 def test_a_missing_repository_or_token_file_is_refused(tmp_path: Path, hub: dict[str, Any]) -> None:
     (tmp_path / "token").write_text("hf_abc")
     answer = SimpleNamespace(status_code=401, headers={}, request=None)
@@ -361,6 +371,34 @@ def test_a_prefix_of_an_object_store_is_fetched(tmp_path: Path, bucket: Any) -> 
     assert fetched(job(tmp_path, "memory://b/sql")) == files()
 
 
+class ListingStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """A store whose driver keeps listings until they are invalidated, as s3fs does."""
+
+    protocol = "listing"
+    listings: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("listing://")))
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        if path not in self.listings:
+            self.listings[path] = super().ls(path, detail=detail)
+        return self.listings[path]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.listings.clear()
+
+
+def test_a_prefix_that_was_incomplete_is_fetched_once_it_is_whole(tmp_path: Path, bucket: Any) -> None:
+    fsspec.register_implementation("listing", ListingStore, clobber=True)
+    given = job(tmp_path, "listing://b/sql")
+    bucket.pipe(f"/b/sql/{CONFIG}", files()[CONFIG])
+    assert refused(lambda: fetch(given)).code == "not_an_adapter"
+    bucket.pipe(f"/b/sql/{WEIGHTS}", files()[WEIGHTS])
+    assert fetched(given) == files()
+
+
 def test_an_interrupted_download_from_an_object_store_is_resumed(tmp_path: Path, bucket: Any) -> None:
     bucket.pipe("/b/a.zip", ARCHIVE)
     given = job(tmp_path, "memory://b/a.zip")
@@ -378,6 +416,15 @@ def test_an_interrupted_download_from_an_object_store_is_resumed(tmp_path: Path,
     finally:
         source.seek = original
     assert 1000 in seen
+
+
+def test_a_cancelled_download_ends_as_such(tmp_path: Path, bucket: Any) -> None:
+    def cancel(_: ProgressLine) -> None:
+        raise TargetError("sql was removed")
+
+    bucket.pipe("/b/a.zip", ARCHIVE)
+    with pytest.raises(TargetError):
+        fetch(job(tmp_path, "memory://b/a.zip")._replace(report=cancel))
 
 
 def test_an_object_that_changes_during_the_download_is_refused(tmp_path: Path, bucket: Any) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from huggingface_hub import errors
 from huggingface_hub.errors import HfHubHTTPError
 
-from policy.errors import ModelUnavailable
+from policy.errors import AdapterRefused, ModelUnavailable
+from store.adapters import from_hub
+from store.adapters.fetch_context import FetchJob
+from store.model_weights import hub_source
 from store.model_weights.hub_source import prepare_hub
 from store.progress_report import ProgressLine
 
@@ -125,3 +131,27 @@ def test_a_snapshot_without_safetensors_is_refused(monkeypatch: pytest.MonkeyPat
     replace(monkeypatch, snapshot)
     with pytest.raises(ModelUnavailable, match=r"lacks \*.safetensors"):
         prepare_hub("org/model", token_file=None, report=lambda _: None)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that accepts connections and answers nothing, and a short patience with it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(
+            huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}"
+        )
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setattr(hub_source, "SILENT_S", 0.05)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_silent_hub_is_given_up(silent: None, tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match="cannot be reached"):
+        prepare_hub("org/model-of-nobody", token_file=None, report=lambda _: None)
+    with pytest.raises(AdapterRefused, match="timed out"):
+        from_hub.fetch(FetchJob("hf:org/adapter", tmp_path, tmp_path, 1000, lambda _: None))
+    session = huggingface_hub.get_session()
+    hub_source.limit_silence()
+    assert huggingface_hub.get_session() is session, "replaced once"

@@ -65,10 +65,16 @@ Make = Callable[..., AdapterFileCache]
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     def files(
-        *roots: str, controller: str = "", secret: str = SECRET, max_bytes: int = MAX_BYTES
+        *roots: str,
+        controller: str = "",
+        secret: str = SECRET,
+        max_bytes: int = MAX_BYTES,
+        cache_bytes: int = MAX_BYTES,
     ) -> AdapterFileCache:
         paths = [tmp_path / root for root in roots]
-        return AdapterFileCache(paths, controller=controller, secret=secret, max_bytes=max_bytes)
+        return AdapterFileCache(
+            paths, controller=controller, secret=secret, max_bytes=max_bytes, cache_bytes=cache_bytes
+        )
 
     return files
 
@@ -136,6 +142,23 @@ async def test_deleted_files_are_pulled_again(make: Make, tmp_path: Path) -> Non
             await files.warm(path)
         assert await files.fetch(digest) == path
         await files.warm(path)
+
+
+async def test_pulled_files_that_no_engine_uses_are_deleted(make: Make, tmp_path: Path) -> None:
+    a, b, c = digests = [stored(tmp_path / "controller", name) for name in "abc"]
+    node = AdapterBlobStore(tmp_path / "node")
+    with controller(AdapterBlobStore(tmp_path / "controller"), []) as address:
+        files, other = (make("head", "node", controller=address, cache_bytes=0) for _ in range(2))
+        await files.fetch(a)
+        await other.fetch(b)
+        assert node.digests() == {a, b}, "both are in use"
+        await files.fetch(b)
+        files.retain({b})
+        other.retain(())
+        await files.fetch(c)
+        assert node.digests() == {b, c}, "no engine uses a any more"
+        await other.fetch(a)
+        assert node.digests() == set(digests)
 
 
 async def test_local_files_do_not_wait_for_pulls(make: Make, tmp_path: Path) -> None:

@@ -207,6 +207,15 @@ async def test_an_adapter_whose_requests_left_is_not_loaded() -> None:
         assert there.files.fetched == ["a", "b", "b"]
 
 
+async def test_files_of_loaded_adapters_are_retained() -> None:
+    async with replica(2) as there:
+        await there.used("abc")
+        assert there.files.retained == {"a", "b", "c"}
+        loaded = {name[0] for name in there.engine.there}
+        await there.used("d")
+        assert there.files.retained == loaded | {"d"}
+
+
 async def test_planned_adapters_are_loaded_ahead_in_order() -> None:
     async with replica(3) as there:
         there.adapters.hold(wanted("cab"))
