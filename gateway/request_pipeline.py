@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -143,8 +144,7 @@ class Gateway:
         self.coalescer = DynamicBatcher(self._deliver, self.metrics, log, self._pieces)
         self.spillover = Spillover(self.metrics, log, rng)
         self.capture = CapturePublisher(captures)
-        densities = self.routes.densities
-        self.listeners = CaptureSubscribers(captures, lambda model: densities[model].bytes_a_token)
+        self.listeners = CaptureSubscribers(captures, lambda name: self.routes.densities[name].bytes_a_token)
         self.proxies = TrustedProxies()
         self.scraper = Scraper(self.metrics, secret, current, self.fleet.scraped)
         services = Services(
@@ -208,14 +208,14 @@ class Gateway:
         self.metrics.count_unrecorded(self.journal.unrecorded)
 
     async def close(self) -> None:
-        self.fleet.close()
-        list(self.measure())
-        self.metrics.publish()
-        await self.scraper.close()
-        await self.access.close()
-        await self.traces.close()
-        self.journal.close()
-        self.limiter.close()
+        async with AsyncExitStack() as parts:  # they close in reverse, and one that fails skips no other
+            parts.callback(self.limiter.close)
+            parts.callback(self.journal.close)
+            for close in (self.traces.close, self.access.close, self.scraper.close):
+                parts.push_async_callback(close)
+            self.fleet.close()
+            list(self.measure())
+            self.metrics.publish()
 
     def body_limit(self, scope: Scope) -> int:
         """How large the body of a request may be: 0 unless its route, coding and key are accepted."""

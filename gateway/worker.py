@@ -127,7 +127,9 @@ async def work(  # noqa: PLR0915 - the composition root of a process
         admin_token=state.admin_token,
         log=log,
         access=access,
-        traces=TraceExporter(worker, rng, lambda count: log.warning("traces_lost", traces=count)),
+        traces=TraceExporter(
+            worker, rng, lambda count, cause: log.warning("traces_lost", cause=cause, traces=count)
+        ),
         rng=rng,
         shared=shared,
         captures=state.captures,

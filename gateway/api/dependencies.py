@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,8 +28,9 @@ from gateway.telemetry.structured_log import StructuredLog
 from policy.errors import Refusal
 from policy.wire.accounting_api import AuditActor
 
-# Where a request's scope has the name of its tenant, for the access log, and who uses the admin port.
-TENANT, ACTOR = "tidegate.tenant", "tidegate.actor"
+# Where a request's scope has the name of its tenant, for the access log, and who uses the admin port, with a
+# function that says whether its token or key is valid still.
+TENANT, ACTOR, STILL_ALLOWED = "tidegate.tenant", "tidegate.actor", "tidegate.still_allowed"
 
 # They put the two kinds of keys into the schema; the key itself is checked in one place, by
 # `TenantDirectory`.
@@ -47,7 +49,7 @@ class Services:
     controller: ControllerProxy
     accounting: AccountingProxy
     admin_keys: AdminKeys
-    capture: Callable[[], AsyncIterator[bytes]]
+    capture: Callable[[], AsyncGenerator[bytes, None]]
     chat: Callable[[Scope, Receive, Send], Awaitable[None]]
     limits: Callable[[], Awaitable[list[dict[str, Any]]]]
     log: StructuredLog
@@ -94,6 +96,16 @@ async def actor_of(request: Request) -> AuditActor:
 
 
 CurrentActor = Annotated[AuditActor, Depends(actor_of)]
+
+
+async def while_allowed(request: Request, parts: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    """The parts of an answer of the admin port that has no end, until the token or key is not valid."""
+    allowed: Callable[[], bool] = request.scope[STILL_ALLOWED]
+    async with aclosing(parts):
+        async for part in parts:
+            if not allowed():
+                return
+            yield part
 
 
 class JsonResponse(Response):

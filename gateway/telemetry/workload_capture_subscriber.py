@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import cache
 from pathlib import Path
 from time import monotonic
@@ -94,7 +94,7 @@ class CaptureSubscribers:
         self._density = density
         self._open: set[_Subscription] = set()
 
-    async def lines(self) -> AsyncIterator[bytes]:
+    async def lines(self) -> AsyncGenerator[bytes, None]:
         """A header, then a line for each request that arrives after it, when it has ended."""
         own_directory(self._place)
         pseudonyms = Pseudonyms(self._density, secrets.token_bytes(32))

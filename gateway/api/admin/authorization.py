@@ -11,12 +11,13 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Callable
+from functools import partial
 from ipaddress import ip_address
 
 from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.api.dependencies import ACTOR
+from gateway.api.dependencies import ACTOR, STILL_ALLOWED
 from gateway.protocol.errors import Refused
 from policy.config.deployment import GatewayConfig
 from policy.config.port_conflicts import WILDCARDS
@@ -104,7 +105,13 @@ class AdminAuthorization:
                 code="role_too_low",
             )
         scope[ACTOR] = actor
+        scope[STILL_ALLOWED] = partial(self._allows, given.strip(), needed)
         return None
+
+    def _allows(self, given: bytes, needed: AdminRole) -> bool:
+        """Whether this token or key is valid now, with a role that is enough."""
+        actor = self._actor(given)
+        return actor is not None and actor.role.allows(needed)
 
     def _actor(self, given: bytes) -> AuditActor | None:
         if hmac.compare_digest(given, self._token().encode()):

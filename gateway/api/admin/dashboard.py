@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 
 from gateway.api.controller_proxy import LIVE_WITHIN_S
-from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, Services
+from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, Services, while_allowed
 from gateway.protocol.errors import Refused
 from policy.wire.controller import HISTORY, LIVE, MODE, SCALE, with_query
 
@@ -31,8 +31,9 @@ router = APIRouter(dependencies=[Depends(HTTPBearer(scheme_name="token", auto_er
 async def live(services: GatewayServices, request: Request) -> Response:
     """One state as JSON; with Accept: text/event-stream, one a second as server-sent events."""
     if "text/event-stream" in request.headers.get("accept", ""):
+        events = while_allowed(request, _events(services))
         return StreamingResponse(
-            _events(services), media_type="text/event-stream", headers={"cache-control": "no-store"}
+            events, media_type="text/event-stream", headers={"cache-control": "no-store"}
         )
     return JsonResponse(await _state(services))
 
@@ -82,7 +83,7 @@ async def _state(services: Services) -> dict[str, Any]:
     return state
 
 
-async def _events(services: Services) -> AsyncIterator[bytes]:
+async def _events(services: Services) -> AsyncGenerator[bytes, None]:
     while True:
         yield b"event: live\ndata: " + msgspec.json.encode(await _state(services)) + b"\n\n"
         await asyncio.sleep(EVERY_S)

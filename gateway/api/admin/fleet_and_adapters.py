@@ -13,7 +13,13 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.security import HTTPBearer
 
-from gateway.api.dependencies import CurrentActor, GatewayServices, JsonResponse, NdjsonResponse
+from gateway.api.dependencies import (
+    CurrentActor,
+    GatewayServices,
+    JsonResponse,
+    NdjsonResponse,
+    while_allowed,
+)
 from gateway.protocol.errors import Refused
 from gateway.telemetry.scrape import OPENMETRICS, TEXT
 from policy.wire.controller import ADAPTERS, DECISIONS, adapter_path, with_query
@@ -78,9 +84,9 @@ async def decisions(
     "/admin/capture",
     summary="Requests served from now on: lengths, times and hashes as NDJSON, never text",
 )
-async def capture(services: GatewayServices) -> NdjsonResponse:
+async def capture(services: GatewayServices, request: Request) -> NdjsonResponse:
     """A header line, then a line for each request when it has ended."""
-    return NdjsonResponse(services.capture())
+    return NdjsonResponse(while_allowed(request, services.capture()))
 
 
 @router.get("/admin/adapters", summary="Adapters: versions, where they are loaded, and how they are used")

@@ -41,7 +41,8 @@ class ServerCaches:
     ) -> ServerCache | None:
         """The cache of an external server: ``cache``, or another if that one follows other ports.
 
-        The router knows the server by ``key``; ``head`` is what requests to it have in common.
+        One that cannot be opened is tried again with the next call. The router knows the server by ``key``;
+        ``head`` is what requests to it have in common.
         """
         ports = access.kv_events_port, access.kv_events_replay_port
         if cache is not None and cache.ports != ports:
@@ -49,7 +50,12 @@ class ServerCaches:
             self._forgotten(server.model, key)
             cache = None
         if cache is None and ports[0] is not None:
-            cache = self._opened(server, key, ports[0], ports[1])
+            try:
+                cache = self._opened(server, key, ports[0], ports[1])
+            except Exception as error:  # noqa: BLE001 - a lack of descriptors fails imports, and ZeroMQ's sockets
+                self._log.warning(
+                    "kv_events_not_followed", cause=error, model=server.model, server=server.url
+                )
         if cache is not None:
             cache.head = head
             cache.pool.trust(access.ca_file, access.ca_changed_ns)

@@ -29,12 +29,19 @@ SEND_EVERY_S = 1.0
 TIMEOUT_S = 5.0
 # The most traces of one message.
 CHUNK = 64
+# Read at once: metadata that could not be read, such as without a file descriptor, is not read again.
+_VERSION = metadata.version("tidegate")
 
 
 class TraceExporter:
-    """Sends what its ``tracer`` has kept; ``on_lost`` is told how many traces were lost."""
+    """Sends what its ``tracer`` has kept.
 
-    def __init__(self, worker: int, rng: random.Random, on_lost: Callable[[int], None]) -> None:
+    ``on_lost`` is told how many traces were lost, and the error if one was the cause.
+    """
+
+    def __init__(
+        self, worker: int, rng: random.Random, on_lost: Callable[[int, Exception | None], None]
+    ) -> None:
         self.tracer = Tracer(rng)
         self._worker = worker
         self._on_lost = on_lost
@@ -57,10 +64,12 @@ class TraceExporter:
             waiting = [tracer.waiting.popleft() for _ in range(len(tracer.waiting))]
             lost, tracer.lost = tracer.lost, 0
             endpoint = tracer.settings.endpoint
+            cause: Exception | None = None
             if waiting:
-                lost += await asyncio.to_thread(self._send, endpoint, waiting)
+                unsent, cause = await asyncio.to_thread(self._send, endpoint, waiting)
+                lost += unsent
             if lost:
-                self._on_lost(lost)
+                self._on_lost(lost, cause)
 
     async def close(self) -> None:
         """Send what is left."""
@@ -68,23 +77,32 @@ class TraceExporter:
         if self._sdk is not None:
             self._sdk[0].shutdown()
 
-    def _send(self, endpoint: str, requests: Sequence[EndedRequest]) -> int:
-        """Send the traces; returns how many were lost. After a failure the rest is not tried."""
-        from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415 - see the module's docstring
+    def _send(self, endpoint: str, requests: Sequence[EndedRequest]) -> tuple[int, Exception | None]:
+        """Send the traces; returns how many were lost, and by which error if by one.
 
-        exporter, builder = self._connected(endpoint)
-        for begin in range(0, len(requests), CHUNK):
-            # Anew each time: the system's clock may be set.
-            epoch_ns = time.time_ns() - time.monotonic_ns()
-            spans = builder.build(requests[begin : begin + CHUNK], epoch_ns)
-            if exporter.export(spans) is not SpanExportResult.SUCCESS:
-                return len(requests) - begin
-        return 0
+        After a failure the rest is not tried.
+        """
+        sent = 0
+        try:
+            from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415 - see the module's docstring
+
+            exporter, builder = self._connected(endpoint)
+            for begin in range(0, len(requests), CHUNK):
+                # Anew each time: the system's clock may be set.
+                epoch_ns = time.time_ns() - time.monotonic_ns()
+                chunk = requests[begin : begin + CHUNK]
+                if exporter.export(builder.build(chunk, epoch_ns)) is not SpanExportResult.SUCCESS:
+                    break
+                sent += len(chunk)
+        except Exception as error:  # noqa: BLE001 - a lack of descriptors fails an import: serving needs no traces
+            return len(requests) - sent, error
+        return len(requests) - sent, None
 
     def _connected(self, endpoint: str) -> tuple[SpanExporter, SpanBuilder]:
         if self._sdk is None or endpoint != self._endpoint:
             if self._sdk is not None:
                 self._sdk[0].shutdown()
+                self._sdk = None
             self._endpoint, self._sdk = endpoint, _connect(endpoint, self._worker)
         return self._sdk
 
@@ -98,7 +116,7 @@ def _connect(endpoint: str, worker: int) -> tuple[SpanExporter, SpanBuilder]:
     resource = Resource.create(
         {
             "service.name": os.environ.get("OTEL_SERVICE_NAME", "tidegate-gateway"),
-            "service.version": metadata.version("tidegate"),
+            "service.version": _VERSION,
             "service.instance.id": f"gateway-{worker}",
             "host.name": socket.gethostname(),
             "process.pid": os.getpid(),

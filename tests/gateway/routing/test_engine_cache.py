@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import resource
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -275,6 +276,22 @@ async def test_a_subscription_that_fails_is_given_up(monkeypatch: pytest.MonkeyP
         await fleet.servers[0].serve(FIRST)
         await until(lambda: cache.state == "unsupported", "it is given up")
         assert "ZeroDivisionError" in cache.problem
+
+
+async def test_a_server_that_cannot_be_followed_for_a_lack_of_descriptors_is_followed_later() -> None:
+    async with deployed() as fleet:
+        fleet.servers.append(Server())
+        await fleet.servers[-1].start()
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, usual[1]))
+        try:
+            fleet.follow(fleet.servers)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        assert [handle.cache is None for handle in fleet.handles] == [False, False, True]
+        assert '"event":"kv_events_not_followed"' in fleet.lines.getvalue()
+        fleet.follow(fleet.servers)
+        await until(lambda: fleet.caches()[-1].exact, "it is followed")
 
 
 @pytest.mark.slow

@@ -43,13 +43,14 @@ HEADERS = [(b"x-request-id", b"mine"), (b"authorization", b"Bearer tg-key")]
 TENANTS = [{"name": "acme", "keys_sha256": [hashlib.sha256(b"tg-key").hexdigest()]}]
 
 
-def logging_gateway(state: StateDir, stream: io.StringIO) -> Gateway:
+def logging_gateway(state: StateDir, stream: io.StringIO, traces: TraceExporter | None = None) -> Gateway:
     state.save(state.deployment_path, {**GOOD, "tenants": TENANTS, "gateway": {"access_log": True}})
     log, access = StructuredLog(0, stream), AccessLog(state.logs / "access-0.log", 0, list[int]().append)
     watcher = DeploymentWatcher(state, log)
     gateway = Gateway(
         watcher, "secret", b"s" * 32, admin_token=state.admin_token, log=log, access=access,
-        traces=TraceExporter(0, random.SystemRandom(), list[int]().append), rng=random.SystemRandom(),
+        traces=traces or TraceExporter(0, random.SystemRandom(), lambda count, cause: None),
+        rng=random.SystemRandom(),
         shared=LOCAL, captures=state.captures,
         accounting=state.accounting_socket_path, journal=UsageJournal(state.usage_path, log),
             limits=SharedLimits(state.limits_path),
