@@ -213,8 +213,8 @@ class AdapterRegistry:
                 adding.revoke()
         log.info("adapter %s on %s: removed", key[1], key[0])
 
-    async def declared(self) -> dict[Key, frozenset[str]]:
-        """The names that the deployment file declared, each with the digests that it had then."""
+    async def declared(self) -> dict[Key, dict[str, str]]:
+        """The names that the deployment file declared: the digests of their sources, by identity."""
         return await run_in_thread(self._store.names.declared, "adapters-read")
 
     async def tar(self, digest: str) -> Iterator[bytes] | None:
@@ -273,7 +273,7 @@ class AdapterRegistry:
             taken = stored or self._store.take(
                 spec, source, adding.report, declared=adding.declared, any_base=adding.any_base
             )
-            return taken._replace(weight=weight)
+            return taken._replace(weight=weight, identity=self._store.identity(source))
 
         versions = await run_in_thread(lambda: [take(*part) for part in adding.parts], f"adapter-{name}")
         adding.report(ProgressLine(step="record", message=f"recording the versions of {name}"))

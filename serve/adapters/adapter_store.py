@@ -13,6 +13,7 @@ from policy.wire.adapter_catalog import DIGITS, Alias, CatalogVersion
 from store.adapters.adapter_aliases import API, DOCUMENT, AdapterAliases, NewVersion
 from store.adapters.base_model_shapes import BaseModelShapes
 from store.adapters.blobs import AdapterBlobStore
+from store.adapters.fetch_context import identity
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.public_hosts import PublicHosts
 from store.adapters.validate import AdapterFacts, ValidationLimits
@@ -61,6 +62,10 @@ class AdapterStore:
             return None
         return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
 
+    def identity(self, source: str) -> str:
+        """A text for records that differs for any two sources."""
+        return identity(source, self._secret)
+
     def put(
         self,
         key: tuple[str, str],
@@ -95,6 +100,10 @@ class AdapterStore:
         unnamed = self.names.unused_digests(self._files.digests(), older_s)
         idle = sorted(digest for digest in unnamed if digest[:DIGITS] not in used)
         return [digest for digest in idle if self._files.remove(digest, older_s)]
+
+    @cached_property
+    def _secret(self) -> str:
+        return self._state.secret()
 
     @cached_property
     def names(self) -> AdapterAliases:

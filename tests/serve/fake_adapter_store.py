@@ -13,6 +13,7 @@ from policy.errors import AdapterRefused, TidegateError
 from policy.wire.adapter_catalog import Alias, CatalogVersion
 from serve.adapters.adapter_store import AdapterStore
 from store.adapters.adapter_aliases import NewVersion
+from store.adapters.fetch_context import redacted
 from store.adapters.validate import AdapterFacts
 from store.progress_report import ProgressLine, Report
 from store.state_dir import StateDir
@@ -60,7 +61,7 @@ class FakeAdapterStore(AdapterStore):
         if isinstance(content, Exception):
             raise content
         self.digests.add(digest_of(content))
-        return new_version(content, source)
+        return new_version(content, redacted(source))
 
     def stored(self, version: CatalogVersion) -> NewVersion | None:
         if version.digest not in self.digests:

@@ -54,7 +54,7 @@ def test_records_and_files_survive_a_restart(store: AdapterStore, state: StateDi
     assert (alias.versions[0].digest, alias.versions[0].rank, alias.split) == (taken.digest, 4, ((1, 1.0),))
     again = open_store(state)
     assert again.aliases() == (alias,)
-    assert again.names.declared() == {SQL: {taken.digest}}
+    assert again.names.declared() == {SQL: {taken.source: taken.digest}}
     assert again.stored(alias.versions[0]) == taken
 
 

@@ -107,6 +107,42 @@ async def test_missing_files_are_fetched_again(reconciler: Reconciler) -> None:
     assert reconciler.store.imported == ["hf:org/a", "hf:org/a"]
 
 
+@pytest.mark.parametrize("by", ["apply", "restart"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("https://h/get?id=1", "https://h/get?id=2"),
+        ("s3://b/sql?versionId=1", "s3://b/sql"),
+        ("https://a:b@h/get", "https://c:d@h/get"),
+    ],
+)
+async def test_sources_that_differ_in_hidden_parts_are_different(
+    reconciler: Reconciler, old: str, new: str, by: str
+) -> None:
+    """The second was taken for the first: nothing was fetched, and the old files were served."""
+    await reconciler.restart(source(at=old))
+    await (reconciler.apply(source(at=new)) if by == "apply" else reconciler.restart(source(at=new)))
+    assert reconciler.store.imported == [old, new]
+    assert reconciler.alias().split == ((2, 1.0),)
+    await reconciler.apply(source(at=old))
+    assert reconciler.store.imported == [old, new]
+    assert reconciler.alias().split == ((1, 1.0),)
+
+
+async def test_a_restart_keeps_the_split_of_sources_that_differ_in_hidden_parts(
+    reconciler: Reconciler,
+) -> None:
+    """All requests got the second."""
+    at = "https://h/get?id="
+    versions = {"a": {"source": f"{at}1", "weight": 95}, "b": {"source": f"{at}2", "weight": 5}}
+    entry = {"name": "sql", "versions": versions}
+    await reconciler.restart(entry)
+    for _ in range(2):
+        await reconciler.restart(entry)
+        assert reconciler.alias().split == ((1, 95.0), (2, 5.0))
+    assert reconciler.store.imported == [f"{at}1", f"{at}2"]
+
+
 async def test_changed_weights_fetch_nothing(reconciler: Reconciler) -> None:
     versions = {"v1": {"source": "hf:org/a", "weight": 95}, "v2": {"source": "hf:org/b", "weight": 5}}
     await reconciler.restart({"name": "sql", "versions": versions})
