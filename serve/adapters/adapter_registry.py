@@ -217,6 +217,10 @@ class AdapterRegistry:
         """The names that the deployment file declared: the digests of their sources, by identity."""
         return await run_in_thread(self._store.names.declared, "adapters-read")
 
+    async def missing(self, digests: Collection[str]) -> set[str]:
+        """Those of ``digests`` whose files are not stored, or were found damaged."""
+        return await run_in_thread(lambda: self._store.missing(digests), "adapters-look")
+
     async def tar(self, digest: str) -> Iterator[bytes] | None:
         """The files of a version as a tar, for other nodes; ``None`` if there are none."""
         await self.read()

@@ -62,6 +62,10 @@ class AdapterStore:
             return None
         return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
 
+    def missing(self, digests: Collection[str]) -> set[str]:
+        """Those of ``digests`` whose files are not stored, as far as is known without reading them."""
+        return self._files.missing(digests)
+
     def identity(self, source: str) -> str:
         """A text for records that differs for any two sources."""
         return identity(source, self._secret)

@@ -19,6 +19,8 @@ from store.state_dir import StateDir
 
 # Delays between attempts to add an adapter.
 RETRY = Backoff(5.0, 300.0)
+# How often the files of declared adapters are looked for, in seconds.
+LOOK_S = 60.0
 
 
 class DeclarationError(NamedTuple):
@@ -64,6 +66,9 @@ class DeclaredAdapterReconciler:
         # The names that an apply wants compared with their files: a new set for each apply.
         self._again: set[Key] = set()
         self._stamps: dict[str, int] = {}
+        # The names that lack files of a version that gets requests.
+        self._lost: set[Key] = set()
+        self._look_at = 0.0
         self.troubles: dict[Key, DeclarationError] = {}
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
@@ -118,6 +123,9 @@ class DeclaredAdapterReconciler:
                 await self._library.remove(key)
             self._made.discard(key)
             self._done.pop(key, None)
+        if self._monotonic() >= self._look_at:
+            self._lost = await self._without_files()
+            self._look_at = self._monotonic() + LOOK_S
         wanted = self._wanted
         due = [key for key in wanted if key not in self._running and self._is_due(key)]
         if due:
@@ -135,12 +143,26 @@ class DeclaredAdapterReconciler:
         trouble = self.troubles.get(key)
         if trouble is not None:
             return self._monotonic() >= trouble.retry_at
-        if key in self._again:
+        if key in self._again or key in self._lost:
             return True
         alias = self._library.catalog.get(key)
         if alias is None:
             return True
         return self._done.get(key) != self._wanted[key] and not self._matches(key, alias)
+
+    async def _without_files(self) -> set[Key]:
+        """The declared names that lack files of a declared version that gets requests.
+
+        A new leader has the records of the former one, but may have another disk.
+        """
+        self._recorded = await self._library.declared()
+        served: dict[Key, set[str]] = {}
+        for key in self._wanted:
+            if (alias := self._library.catalog.get(key)) is not None:
+                used = {version.digest for number, _ in alias.split if (version := alias.version(number))}
+                served[key] = used.intersection(self._digests(key).values())
+        missing = await self._library.missing(set().union(*served.values())) if served else set()
+        return {key for key, digests in served.items() if digests & missing}
 
     def _matches(self, key: Key, alias: Alias) -> bool:
         """Whether ``alias`` is as declared."""
@@ -181,6 +203,7 @@ class DeclaredAdapterReconciler:
             # After a failure the files still count as new, so that the next attempt imports them.
             self._stamps |= ended.stamps
             ended.again.discard(key)
+            self._lost.discard(key)
             self.troubles.pop(key, None)
             return
         last = self.troubles.get(key)

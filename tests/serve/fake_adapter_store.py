@@ -68,6 +68,9 @@ class FakeAdapterStore(AdapterStore):
             return None
         return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
 
+    def missing(self, digests: Collection[str]) -> set[str]:
+        return set(digests) - self.digests
+
     def put(self, *args: Any, **options: Any) -> Alias:
         self._answer()
         return super().put(*args, **options)

@@ -16,7 +16,7 @@ from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import AddAdapterRequest
 from serve.adapters.adapter_registry import AdapterRegistry
-from serve.adapters.reconcile_declared import RETRY, DeclaredAdapterReconciler
+from serve.adapters.reconcile_declared import LOOK_S, RETRY, DeclaredAdapterReconciler
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore, digest_of, unreachable
 from tests.serve.sim_documents import deployment, sim_model
@@ -105,6 +105,51 @@ async def test_missing_files_are_fetched_again(reconciler: Reconciler) -> None:
     reconciler.store.digests.clear()
     await reconciler.apply(source())
     assert reconciler.store.imported == ["hf:org/a", "hf:org/a"]
+
+
+@pytest.mark.parametrize("by", ["restart", "time"])
+async def test_missing_files_are_fetched_again_without_an_apply(reconciler: Reconciler, by: str) -> None:
+    """A controller that takes over on another host has the records alone; replicas got no files from it."""
+    await reconciler.restart(source(), source("law", "hf:org/law"))
+    split = reconciler.alias().split
+    reconciler.store.digests.remove(digest_of("hf:org/a"))
+    if by == "restart":
+        await reconciler.restart(source(), source("law", "hf:org/law"))
+    else:
+        reconciler.now += LOOK_S - 1
+        await reconciler.settle()
+        assert reconciler.store.imported == ["hf:org/a", "hf:org/law"]
+        reconciler.now += 1
+        await reconciler.settle()
+    assert reconciler.store.imported == ["hf:org/a", "hf:org/law", "hf:org/a"]
+    assert reconciler.alias().split == split
+    reconciler.now += LOOK_S
+    await reconciler.settle()
+    assert len(reconciler.store.imported) == 3
+
+
+async def test_missing_files_of_an_unreachable_source_are_tried_again(reconciler: Reconciler) -> None:
+    await reconciler.restart(source())
+    reconciler.store.digests.clear()
+    reconciler.store.contents["hf:org/a"] = unreachable("no route")
+    await reconciler.restart(source())
+    assert reconciler.declaring.troubles[SQL].reason == "no route"
+    assert reconciler.shares() == {"hf:org/a": 1.0}
+    reconciler.store.contents.clear()
+    reconciler.now += RETRY.first_s
+    await reconciler.settle()
+    assert reconciler.declaring.troubles == {}
+    assert reconciler.store.digests == {digest_of("hf:org/a")}
+
+
+async def test_missing_files_of_a_version_without_requests_are_not_fetched(reconciler: Reconciler) -> None:
+    """The declared source may have newer content by now, which users did not choose."""
+    await reconciler.restart(source())
+    await reconciler.library.add(AddAdapterRequest(name="sql", source="hf:org/mine")).done.wait()
+    reconciler.store.digests.remove(digest_of("hf:org/a"))
+    reconciler.now += LOOK_S
+    await reconciler.settle()
+    assert reconciler.store.imported == ["hf:org/a", "hf:org/mine"]
 
 
 @pytest.mark.parametrize("by", ["apply", "restart"])
