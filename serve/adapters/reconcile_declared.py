@@ -186,7 +186,9 @@ class DeclaredAdapterReconciler:
         known = {
             source: versions[digest]
             for source, digest in self._digests(key).items()
+            # One that does not fit the base model is imported again, which says so, or accepts it by force.
             if digest in versions
+            and digest not in self._library.unfit.get(key[0], {})
             and not (key in self._again and stamps.get(source) != self._stamps.get(source))
         }
         adding = AddAdapterJob(key, parts, entry.tenants, known=known, declared=True, any_base=entry.force)

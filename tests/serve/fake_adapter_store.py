@@ -31,6 +31,7 @@ def new_version(content: str, source: str) -> NewVersion:
 
 class FakeAdapterStore(AdapterStore):
     """``contents`` maps sources to their content (default: the source itself) or to an error.
+    ``unfit`` says which digests do not fit another base model.
 
     Imports wait for ``gate``; ``down`` is the error of an unavailable database.
     """
@@ -43,6 +44,8 @@ class FakeAdapterStore(AdapterStore):
         self.down = ""
         self.digests: set[str] = set()
         self.imported: list[str] = []
+        self.unfit: dict[str, str] | Exception = {}
+        self.checked: list[tuple[str, str]] = []
         self.cleared: list[set[str]] = []
 
     @property
@@ -67,6 +70,14 @@ class FakeAdapterStore(AdapterStore):
         if version.digest not in self.digests:
             return None
         return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
+
+    def refusals(
+        self, spec: ModelSpec, digests: Collection[str], former: str, refused: Collection[str]
+    ) -> dict[str, str]:
+        self.checked.append((former, spec.source))
+        if isinstance(self.unfit, Exception):
+            raise self.unfit
+        return {digest: self.unfit[digest] for digest in digests if digest in self.unfit}
 
     def missing(self, digests: Collection[str]) -> set[str]:
         return set(digests) - self.digests

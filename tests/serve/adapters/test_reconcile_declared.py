@@ -308,6 +308,20 @@ async def test_apply_retries_at_once(reconciler: Reconciler) -> None:
     assert reconciler.shares() == {"hf:org/a": 1.0}
 
 
+async def test_an_apply_imports_adapters_again_that_do_not_fit_the_base_model(reconciler: Reconciler) -> None:
+    await reconciler.restart(source(), source("law", "hf:org/law"))
+    reconciler.library.unfit["m"] = {digest_of("hf:org/a"): "made for another"}
+    reconciler.store.contents["hf:org/a"] = AdapterRefused("base_model", "made for another")
+    await reconciler.apply(source(), source("law", "hf:org/law"))
+    assert reconciler.store.imported == ["hf:org/a", "hf:org/law", "hf:org/a"]
+    assert reconciler.declaring.troubles[SQL].refused
+    reconciler.store.contents.clear()
+    await reconciler.apply(source(force=True), source("law", "hf:org/law"))
+    assert reconciler.declaring.troubles == {}
+    assert reconciler.library.unfit["m"] == {}
+    assert reconciler.alias().split == ((1, 1.0),)
+
+
 async def test_changes_by_users_are_kept_until_the_declaration_changes(reconciler: Reconciler) -> None:
     await reconciler.restart(source())
     adding = reconciler.library.add(AddAdapterRequest(name="sql", source="hf:org/mine"))
