@@ -124,8 +124,8 @@ class DeclaredAdapterReconciler:
             self._made.discard(key)
             self._done.pop(key, None)
         if self._monotonic() >= self._look_at:
-            self._lost = await self._without_files()
             self._look_at = self._monotonic() + LOOK_S
+            self._lost = await self._without_files()
         wanted = self._wanted
         due = [key for key in wanted if key not in self._running and self._is_due(key)]
         if due:
