@@ -159,6 +159,8 @@ class StateDir:
     catalog_path = _Under("catalog.json")
     # Declared adapters that users removed since the deployment file was applied.
     removed_path = _Under("adapters-removed.json")
+    # The base models that adapters were checked with, and the adapters that do not fit them.
+    checked_bases_path = _Under("adapter-bases.json")
     # Process ids that `down` may end.
     processes_path = _Under("processes.json")
     # The gateway workers' shared counters.

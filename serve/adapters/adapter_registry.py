@@ -116,6 +116,8 @@ class AdapterRegistry:
         # One for remote sources, one for local ones.
         self._slots = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
         self._writing = asyncio.Lock()
+        # Why stored versions do not fit the base model of their model, by digest.
+        self.unfit: dict[str, dict[str, str]] = {}
         # The jobs that run or wait.
         self.jobs: dict[AddAdapterJob, asyncio.Task[None]] = {}
 
@@ -142,6 +144,11 @@ class AdapterRegistry:
                 continue
             self.catalog.fill(found)
             self._opened.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the records are read."""
+        return self._opened.is_set()
 
     async def read(self) -> None:
         """Return once the records are read, if needed; may raise :class:`Unreachable`."""
@@ -215,9 +222,25 @@ class AdapterRegistry:
                 self.jobs[adding].cancel()
         log.info("adapter %s on %s: removed", key[1], key[0])
 
-    async def declared(self) -> dict[Key, frozenset[str]]:
-        """The names that the deployment file declared, each with the digests that it had then."""
+    async def declared(self) -> dict[Key, dict[str, str]]:
+        """The names that the deployment file declared: the digests of their sources, by identity."""
         return await run_in_thread(self._store.names.declared, "adapters-read")
+
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """The models with an `adapters` section."""
+        return tuple(self._specs.values())
+
+    async def refusals(self, spec: ModelSpec, former: str) -> dict[str, str]:
+        """Why stored versions of a model do not fit its base model, by digest; it was ``former`` before."""
+        digests = {version.digest for alias in self.catalog.of(spec.name) for version in alias.versions}
+        refused = tuple(self.unfit.get(spec.name, ()))
+        return await run_in_thread(
+            lambda: self._store.refusals(spec, digests, former, refused), "adapters-check"
+        )
+
+    async def missing(self, digests: Collection[str]) -> set[str]:
+        """Those of ``digests`` whose files are not stored, or were found damaged."""
+        return await run_in_thread(lambda: self._store.missing(digests), "adapters-look")
 
     async def tar(self, digest: str) -> Iterator[bytes] | None:
         """The files of a version as a tar, for other nodes; ``None`` if there are none."""
@@ -269,15 +292,21 @@ class AdapterRegistry:
         if spec is None:
             raise TargetError(f"{model} takes no adapters any more")
 
+        fetched: list[str] = []
+
         def take(source: str, weight: float) -> NewVersion:
             known = adding.known.get(source)
-            stored = self._store.stored(known) if known else None
-            taken = stored or self._store.take(
-                spec, source, adding.report, declared=adding.declared, any_base=adding.any_base
-            )
-            return taken._replace(weight=weight)
+            taken = self._store.stored(known) if known else None
+            if taken is None:
+                taken = self._store.take(
+                    spec, source, adding.report, declared=adding.declared, any_base=adding.any_base
+                )
+                fetched.append(taken.digest)
+            return taken._replace(weight=weight, identity=self._store.identity(source))
 
         versions = await run_in_thread(lambda: [take(*part) for part in adding.parts], f"adapter-{name}")
+        if self._specs.get(model, spec).source != spec.source:
+            raise TargetError(f"{model} got another base model while {name} was added")
         adding.report(ProgressLine(step="record", message=f"recording the versions of {name}"))
         before = self.catalog.get(adding.key)
         alias = await self._write(
@@ -286,6 +315,8 @@ class AdapterRegistry:
             ),
             adding,
         )
+        for digest in fetched:
+            self.unfit.get(model, {}).pop(digest, None)
         if alias != before:
             digests = ", ".join(version.digest[:12] for version in versions)
             log.info("adapter %s on %s: versions %s", name, model, digests)

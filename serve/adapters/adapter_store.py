@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
 from policy.config.deployment import AdaptersConfig, ModelSpec
+from policy.errors import AdapterRefused
 from policy.types import EngineKind
 from policy.wire.adapter_catalog import DIGITS, Alias, CatalogVersion
 from store.adapters.adapter_aliases import API, DOCUMENT, AdapterAliases, NewVersion
 from store.adapters.base_model_shapes import BaseModelShapes
 from store.adapters.blobs import AdapterBlobStore
+from store.adapters.fetch_context import identity
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.public_hosts import PublicHosts
-from store.adapters.validate import AdapterFacts, ValidationLimits
+from store.adapters.validate import AdapterFacts, ValidationLimits, base_name, validate
 from store.model_weights.prepare import prepare
 from store.progress_report import Report
 from store.state_dir import StateDir
+
+log = logging.getLogger("tidegate.adapters")
 
 # How long a base model is cached: verifying its weights takes seconds for a large one.
 BASE_S = 600.0
@@ -55,11 +60,43 @@ class AdapterStore:
         terms = ImportLimits(self._base(spec, report), limits, spec.token_file, hosts)
         return import_adapter(self._files, source, terms, report)
 
+    def refusals(
+        self, spec: ModelSpec, digests: Collection[str], former: str, refused: Collection[str]
+    ) -> dict[str, str]:
+        """Why stored adapters do not fit the base model of ``spec``, by digest; it was ``former`` before.
+
+        One that named another model than ``former``, and was not ``refused`` for that, was added by force,
+        and may name any. Files that are not stored are left out. Raises
+        :class:`policy.errors.TidegateError` if the base model cannot be read.
+        """
+        paths = {digest: path for digest in sorted(digests) if (path := self._files.path(digest)) is not None}
+        base = self._base(spec, lambda progress: log.info("%s", progress.message)) if paths else None
+        if base is None:
+            return {}
+        rules = spec.adapters or AdaptersConfig()
+        before = BaseModelShapes({}, (former, spec.name))
+        found = {}
+        for digest, path in paths.items():
+            try:
+                forced = digest not in refused and not before.is_called(base_name(path))
+                validate(path, base, ValidationLimits(rules.max_rank, rules.max_bytes, forced))
+            except AdapterRefused as error:
+                found[digest] = str(error)
+        return found
+
     def stored(self, version: CatalogVersion) -> NewVersion | None:
         """A version that was taken before, if its files are still stored."""
         if self._files.path(version.digest) is None:
             return None
         return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
+
+    def missing(self, digests: Collection[str]) -> set[str]:
+        """Those of ``digests`` whose files are not stored, as far as is known without reading them."""
+        return self._files.missing(digests)
+
+    def identity(self, source: str) -> str:
+        """A text for records that differs for any two sources."""
+        return identity(source, self._secret)
 
     def put(
         self,
@@ -97,6 +134,10 @@ class AdapterStore:
         unnamed = self.names.unused_digests(self._files.digests(), older_s)
         idle = sorted(digest for digest in unnamed if digest[:DIGITS] not in used)
         return [digest for digest in idle if self._files.remove(digest, older_s)]
+
+    @cached_property
+    def _secret(self) -> str:
+        return self._state.secret()
 
     @cached_property
     def names(self) -> AdapterAliases:

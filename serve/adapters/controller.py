@@ -16,6 +16,7 @@ from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import AdapterRef, Heartbeat, HeartbeatResponse
 from serve.adapters.adapter_demand import AdapterDemandTracker
 from serve.adapters.adapter_registry import AdapterRegistry
+from serve.adapters.check_base import BaseModelChecker
 from serve.adapters.placement_loop import AdapterPlacementPlans
 from serve.adapters.reconcile_declared import DeclaredAdapterReconciler
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView
@@ -54,6 +55,7 @@ class AdapterController:
         self.changed = asyncio.Event()
         self.library = AdapterRegistry(self.open_store, self.epoch, self.event, term=self.term)
         self.declared = DeclaredAdapterReconciler(self.library, self.state, self.monotonic)
+        self.bases = BaseModelChecker(self.library, self.state, self.event)
         self._demand = AdapterDemandTracker()
         self._placement = AdapterPlacementPlans(self._demand, self.slots)
 
@@ -89,7 +91,8 @@ class AdapterController:
         """The status of all adapters."""
         now, wall = self.monotonic(), self.wall()
         troubles = self.declared.troubles
-        notes = self.library.fetching() | {key: trouble.reason for key, trouble in troubles.items()}
+        notes = self.bases.notes() | self.library.fetching()
+        notes |= {key: trouble.reason for key, trouble in troubles.items()}
         adapters: dict[tuple[str, str], AdapterStatus] = {}
         for model in self.library.catalog.models:
             view = AdapterStatusView(self._replicas(model), self._demand, self._placement, now, wall)
@@ -131,7 +134,12 @@ class AdapterController:
                     yield "tidegate_adapter_load_seconds", max(load_s), labels
 
     async def run(self) -> None:
-        """Reconcile declared adapters and delete unused files, until cancelled."""
+        """Reconcile declared adapters, check base models, and delete unused files, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._reconcile())
+            tasks.create_task(self.bases.run())
+
+    async def _reconcile(self) -> None:
         clear_at = self.monotonic() + CLEAR_S
         while True:
             self.changed.clear()

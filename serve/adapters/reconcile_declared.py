@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown
 from policy.stats.backoff import Backoff
-from policy.wire.adapter_catalog import Alias, CatalogVersion
+from policy.wire.adapter_catalog import Alias
 from serve.adapters.adapter_registry import AdapterRegistry
 from serve.adapters.add_job_state import AddAdapterJob, Key, is_remote
 from serve.async_waiting import run_in_thread
-from store.adapters.fetch_context import redacted
+from store.adapters.fetch_context import identity
 from store.state_dir import StateDir
 
 # Delays between attempts to add an adapter.
 RETRY = Backoff(5.0, 300.0)
+# How often the files of declared adapters are looked for, in seconds.
+LOOK_S = 60.0
 
 
 class DeclarationError(NamedTuple):
@@ -56,11 +58,17 @@ class DeclaredAdapterReconciler:
         self._fresh = removed is None
         self._wanted: dict[Key, AdapterSource] = {}
         self._made: set[Key] | None = None
+        # The digests of declared sources, by their identities, as last read from the records.
+        self._recorded: dict[Key, dict[str, str]] = {}
+        self._secret = state.secret()
         self._done: dict[Key, AdapterSource] = {}
         self._running: dict[Key, _Import] = {}
         # The names that an apply wants compared with their files: a new set for each apply.
         self._again: set[Key] = set()
         self._stamps: dict[str, int] = {}
+        # The names that lack files of a version that gets requests.
+        self._lost: set[Key] = set()
+        self._look_at = 0.0
         self.troubles: dict[Key, DeclarationError] = {}
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
@@ -105,7 +113,8 @@ class DeclaredAdapterReconciler:
     async def step(self) -> None:
         """Start missing jobs, handle ended ones, and remove names that are no longer declared."""
         if self._made is None:
-            self._made = set(await self._library.declared())
+            self._recorded = await self._library.declared()
+            self._made = set(self._recorded)
         for key, running in list(self._running.items()):
             if running.job.done.is_set():
                 self._end(key, running)
@@ -114,16 +123,19 @@ class DeclaredAdapterReconciler:
                 await self._library.remove(key)
             self._made.discard(key)
             self._done.pop(key, None)
+        if self._monotonic() >= self._look_at:
+            self._look_at = self._monotonic() + LOOK_S
+            self._lost = await self._without_files()
         wanted = self._wanted
         due = [key for key in wanted if key not in self._running and self._is_due(key)]
         if due:
             sources = [source for key in due for source, _ in _parts(wanted[key])]
             stamps = await run_in_thread(lambda: _stamps(sources), "adapters-look")
-            declared = await self._library.declared()
+            self._recorded = await self._library.declared()
             for key in due:
                 # A deployment or a removal may have come meanwhile; the next step looks anew.
                 if self._wanted is wanted and self._is_due(key):
-                    self._begin(key, stamps, declared.get(key, frozenset()))
+                    self._begin(key, stamps)
 
     def _is_due(self, key: Key) -> bool:
         if key in self._removed:
@@ -131,21 +143,52 @@ class DeclaredAdapterReconciler:
         trouble = self.troubles.get(key)
         if trouble is not None:
             return self._monotonic() >= trouble.retry_at
-        if key in self._again:
+        if key in self._again or key in self._lost:
             return True
         alias = self._library.catalog.get(key)
         if alias is None:
             return True
-        return self._done.get(key) != self._wanted[key] and not _matches(self._wanted[key], alias)
+        return self._done.get(key) != self._wanted[key] and not self._matches(key, alias)
 
-    def _begin(self, key: Key, stamps: dict[str, int], declared: Collection[str]) -> None:
+    async def _without_files(self) -> set[Key]:
+        """The declared names that lack files of a declared version that gets requests.
+
+        A new leader has the records of the former one, but may have another disk.
+        """
+        self._recorded = await self._library.declared()
+        served: dict[Key, set[str]] = {}
+        for key in self._wanted:
+            if (alias := self._library.catalog.get(key)) is not None:
+                used = {version.digest for number, _ in alias.split if (version := alias.version(number))}
+                served[key] = used.intersection(self._digests(key).values())
+        missing = await self._library.missing(set().union(*served.values())) if served else set()
+        return {key for key, digests in served.items() if digests & missing}
+
+    def _matches(self, key: Key, alias: Alias) -> bool:
+        """Whether ``alias`` is as declared."""
+        entry = self._wanted[key]
+        numbers = {version.digest: version.number for version in alias.versions}
+        digests = self._digests(key)
+        parts = [(numbers.get(digests.get(source, ""), 0), weight) for source, weight in _parts(entry)]
+        split = sorted(part for part in parts if part[1])
+        return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
+
+    def _digests(self, key: Key) -> Mapping[str, str]:
+        """The digests of the sources that are declared now and were declared before."""
+        recorded = self._recorded.get(key, {})
+        identities = {source: identity(source, self._secret) for source, _ in _parts(self._wanted[key])}
+        return {source: recorded[each] for source, each in identities.items() if each in recorded}
+
+    def _begin(self, key: Key, stamps: dict[str, int]) -> None:
         entry, alias = self._wanted[key], self._library.catalog.get(key)
         parts = _parts(entry)
-        taken = _taken(alias, declared) if alias else {}
+        versions = {version.digest: version for version in alias.versions} if alias else {}
         known = {
-            source: taken[redacted(source)]
-            for source, _ in parts
-            if redacted(source) in taken
+            source: versions[digest]
+            for source, digest in self._digests(key).items()
+            # One that does not fit the base model is imported again, which says so, or accepts it by force.
+            if digest in versions
+            and digest not in self._library.unfit.get(key[0], {})
             and not (key in self._again and stamps.get(source) != self._stamps.get(source))
         }
         adding = AddAdapterJob(key, parts, entry.tenants, known=known, declared=True, any_base=entry.force)
@@ -162,6 +205,7 @@ class DeclaredAdapterReconciler:
             # After a failure the files still count as new, so that the next attempt imports them.
             self._stamps |= ended.stamps
             ended.again.discard(key)
+            self._lost.discard(key)
             self.troubles.pop(key, None)
             return
         last = self.troubles.get(key)
@@ -177,23 +221,6 @@ def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:
     if entry.versions:
         return tuple((version.source, version.weight) for version in entry.versions.values())
     return ((entry.source or entry.path, 1.0),)
-
-
-def _taken(alias: Alias, declared: Collection[str]) -> dict[str, CatalogVersion]:
-    """The version of each source: the one ``declared`` last, else the newest.
-
-    A newer one of the same source, which a user added beside it, is not what the deployment file stands for.
-    """
-    ordered = sorted(alias.versions, key=lambda version: version.digest in declared)
-    return {version.source: version for version in ordered}
-
-
-def _matches(entry: AdapterSource, alias: Alias) -> bool:
-    """Whether ``alias`` is as declared."""
-    numbers = {version.source: version.number for version in alias.versions}
-    parts = [(numbers.get(redacted(source), 0), weight) for source, weight in _parts(entry)]
-    split = sorted(part for part in parts if part[1])
-    return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
 
 
 def _stamps(sources: Iterable[str]) -> dict[str, int]:

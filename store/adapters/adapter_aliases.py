@@ -38,19 +38,29 @@ KEPT_HISTORY = 16
 
 
 class NewVersion(NamedTuple):
-    """A stored adapter to assign to a name, with its weight if there are several."""
+    """A stored adapter to assign to a name, with its weight if there are several.
+
+    ``source`` is what people see of its source; ``identity`` tells it from all others, if more is needed
+    (:func:`store.adapters.fetch_context.identity`).
+    """
 
     digest: str
     facts: AdapterFacts
     source: str
     weight: float = 1.0
+    identity: str = ""
 
 
 class _Declared(msgspec.Struct, frozen=True, kw_only=True):
-    """The declaration of a name: digests with their weights, and tenants if declared."""
+    """The declaration of a name: digests with their weights, and tenants if declared.
+
+    ``sources`` are the digests of all sources that were declared for the name, by their identities, as far as
+    these versions are kept. Earlier versions of Tidegate wrote none.
+    """
 
     content: tuple[tuple[str, float], ...]
     tenants: tuple[str, ...] | None
+    sources: dict[str, str] = {}
 
 
 _decode_declared = msgspec.json.Decoder(_Declared).decode
@@ -80,11 +90,14 @@ class AdapterAliases:
         with self._database.reading() as connection:
             return revision(connection)
 
-    def declared(self) -> dict[tuple[str, str], frozenset[str]]:
-        """The digests last declared, by model and name, of the aliases that the deployment file declared."""
+    def declared(self) -> dict[tuple[str, str], dict[str, str]]:
+        """The aliases that the deployment file declared, by model and name: the digests of their sources.
+
+        A digest is the one of the last declaration of its source, by the source's identity.
+        """
         with self._database.reading() as connection:
             return {
-                (record.alias.model, record.alias.name): _digests(record.declared)
+                (record.alias.model, record.alias.name): _sources(record)
                 for record in load(connection)
                 if record.origin == DOCUMENT
             }
@@ -132,6 +145,11 @@ class AdapterAliases:
             else:
                 after = _standing_for(before, split, kept)
             if declaration:
+                sources = {each.identity or each.source: each.digest for each in candidates}
+                held = {version.digest for version in after.alias.versions}
+                past = former.sources.items() if former else ()
+                sources = {source: digest for source, digest in past if digest in held} | sources
+                declaration = msgspec.structs.replace(declaration, sources=sources)
                 after = after._replace(origin=origin, declared=msgspec.json.encode(declaration).decode())
             if tenants is not None and not (declaration and former and declaration.tenants == former.tenants):
                 alias = msgspec.structs.replace(after.alias, tenants=tuple(sorted(set(tenants))))
@@ -212,6 +230,19 @@ def _digests(declared: str) -> frozenset[str]:
     return frozenset(digest for digest, _ in _decode_declared(declared).content) if declared else frozenset()
 
 
+def _sources(row: AdapterRow) -> dict[str, str]:
+    if not row.declared:
+        return {}
+    declared = _decode_declared(row.declared)
+    if declared.sources:
+        return declared.sources
+    # What was hidden of these sources is not known: those that had such parts are fetched again. A newer
+    # version of the same source, which a user added beside it, is not what the deployment file stands for.
+    digests = _digests(row.declared)
+    ordered = sorted(row.alias.versions, key=lambda version: version.digest in digests)
+    return {version.source: version.digest for version in ordered}
+
+
 def _known(connection: Connection, model: str, name: str) -> AdapterRow:
     found = _find(connection, model, name)
     if found is None:
@@ -235,7 +266,7 @@ def _numbered(
     """The versions including new ``candidates``, and the weights of all candidates by number."""
     by_digest = {version.digest: version for version in kept}
     weights: dict[int, float] = {}
-    for digest, facts, source, weight in candidates:
+    for digest, facts, source, weight, _ in candidates:
         if digest not in by_digest:
             number = max((version.number for version in by_digest.values()), default=0) + 1
             by_digest[digest] = CatalogVersion(

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class AdapterBlobStore:
         self._root = root
         self._clock = clock
         self._verified: set[str] = set()
+        self._damaged: set[str] = set()
         self._parts = root / ".parts"
         self._parts.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.clear_abandoned()
@@ -55,7 +56,9 @@ class AdapterBlobStore:
             manifest = verified(path, lambda progress: _LOG.info("%s", progress.message))
             if manifest is None or manifest.digest != digest:
                 _LOG.warning("the adapter in %s is not what it was; it is not used", path)
+                self._damaged.add(digest)
                 return None
+            self._damaged.discard(digest)
             self._verified.add(digest)
         return path
 
@@ -71,6 +74,7 @@ class AdapterBlobStore:
         with self._locked():
             if self.path(digest) is None:
                 publish(part, final)
+                self._damaged.discard(digest)
                 self._verified.add(digest)
             # The deletion of unused files sees by this time that a record may be about to name it.
             os.utime(final)
@@ -86,6 +90,10 @@ class AdapterBlobStore:
 
     def digests(self) -> set[str]:
         return {path.name for path in self._root.iterdir() if DIGEST.fullmatch(path.name)}
+
+    def missing(self, digests: Collection[str]) -> set[str]:
+        """Those of ``digests`` that are not stored, or that were found damaged when they were last read."""
+        return set(digests) - (self.digests() - self._damaged)
 
     def age_s(self, digest: str) -> float:
         """Seconds since it was last published; infinite if it is not stored."""

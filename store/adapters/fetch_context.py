@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +69,15 @@ def redacted(source: str) -> str:
     """``source`` without user names, passwords and signed parameters, for messages and records."""
     match = _URL.match(source)
     return f"{match['scheme']}{match['place']}" if match else source
+
+
+def identity(source: str, secret: str) -> str:
+    """A text for records that differs for any two sources, with a keyed digest of what is secret."""
+    shown = redacted(source)
+    if shown == source:
+        return source
+    # `redacted` leaves no fragment, so that no other source has this text.
+    return f"{shown}#{hmac.new(secret.encode(), source.encode(), hashlib.sha256).hexdigest()}"
 
 
 class PartialDownload:

@@ -116,6 +116,12 @@ def check_names(names: Iterable[str]) -> None:
         raise AdapterRefused("not_an_adapter", f"there is no {missing[0]}; expected {' and '.join(FILES)}")
 
 
+def base_name(directory: Path) -> str:
+    """The base model that the adapter in ``directory`` names; empty if it names none."""
+    named = _config(directory / CONFIG).get("base_model_name_or_path")
+    return named if isinstance(named, str) else ""
+
+
 def _config(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise _unreadable(f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes")

@@ -77,7 +77,7 @@ class DatabaseStateDir(StateDir):
     def _is_shared(self, path: Path) -> bool:
         return path in (
             *(self.deployment_path, self.targets_path, self.hosts_path, self.gpu_groups_path),
-            *(self.memory_path, self.removed_path),
+            *(self.memory_path, self.removed_path, self.checked_bases_path),
         )
 
 

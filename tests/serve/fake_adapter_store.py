@@ -13,6 +13,7 @@ from policy.errors import AdapterRefused, TidegateError
 from policy.wire.adapter_catalog import Alias, CatalogVersion
 from serve.adapters.adapter_store import AdapterStore
 from store.adapters.adapter_aliases import NewVersion
+from store.adapters.fetch_context import redacted
 from store.adapters.validate import AdapterFacts
 from store.progress_report import ProgressLine, Report
 from store.state_dir import StateDir
@@ -30,6 +31,7 @@ def new_version(content: str, source: str) -> NewVersion:
 
 class FakeAdapterStore(AdapterStore):
     """``contents`` maps sources to their content (default: the source itself) or to an error.
+    ``unfit`` says which digests do not fit another base model.
 
     Imports wait for ``gate``; ``down`` is the error of an unavailable database.
     """
@@ -42,6 +44,8 @@ class FakeAdapterStore(AdapterStore):
         self.down = ""
         self.digests: set[str] = set()
         self.imported: list[str] = []
+        self.unfit: dict[str, str] | Exception = {}
+        self.checked: list[tuple[str, str]] = []
         self.cleared: list[set[str]] = []
 
     @property
@@ -60,12 +64,23 @@ class FakeAdapterStore(AdapterStore):
         if isinstance(content, Exception):
             raise content
         self.digests.add(digest_of(content))
-        return new_version(content, source)
+        return new_version(content, redacted(source))
 
     def stored(self, version: CatalogVersion) -> NewVersion | None:
         if version.digest not in self.digests:
             return None
         return NewVersion(version.digest, AdapterFacts(version.rank, version.size), version.source)
+
+    def refusals(
+        self, spec: ModelSpec, digests: Collection[str], former: str, refused: Collection[str]
+    ) -> dict[str, str]:
+        self.checked.append((former, spec.source))
+        if isinstance(self.unfit, Exception):
+            raise self.unfit
+        return {digest: self.unfit[digest] for digest in digests if digest in self.unfit}
+
+    def missing(self, digests: Collection[str]) -> set[str]:
+        return set(digests) - self.digests
 
     def put(self, *args: Any, **options: Any) -> Alias:
         self._answer()

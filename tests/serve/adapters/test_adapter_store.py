@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from policy.config.deployment import ModelSpec
@@ -16,9 +17,11 @@ from store.adapters.base_model_shapes import BaseModelShapes
 from store.progress_report import PreparedWeights, ProgressLine
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
-from tests.store.adapters.making import files, write
+from tests.store.adapters.making import HIDDEN, MODULES, OUT, files, weights, write
 
 SQL = ("m", "sql")
+# Base models that adapters name: none, the first, and another.
+BASES = ("", "org/first", "org/any")
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ def test_records_and_files_survive_a_restart(store: AdapterStore, state: StateDi
     assert (alias.versions[0].digest, alias.versions[0].rank, alias.split) == (taken.digest, 4, ((1, 1.0),))
     again = open_store(state)
     assert again.aliases() == (alias,)
-    assert again.names.declared() == {SQL: {taken.digest}}
+    assert again.names.declared() == {SQL: {taken.source: taken.digest}}
     assert again.stored(alias.versions[0]) == taken
 
 
@@ -91,6 +94,30 @@ def test_only_files_that_no_alias_or_replica_uses_are_deleted(store: AdapterStor
     assert store.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
     assert store.clear({f"old@{used.digest[:12]}"}, 0.0) == [idle.digest]
     assert [store.tar(each.digest) is not None for each in (named, used, idle)] == [True, True, False]
+
+
+def test_stored_adapters_are_validated_for_another_base_model(store: AdapterStore, tmp_path: Path) -> None:
+    bases = {"first": (OUT, HIDDEN), "other": (OUT, HIDDEN), "wide": (OUT, 2 * HIDDEN)}
+    specs = {}
+    for name, shape in bases.items():
+        layers = {f"{module}.weight": np.zeros(shape, np.float32) for module in MODULES}
+        folder = write(tmp_path / name, {"model.safetensors": weights(layers), "config.json": b"{}"})
+        model = sim_model(engine="vllm", source=str(folder), adapters={})
+        del model["sim"]
+        specs[name] = deployment(model).models[0]
+    named = {seed: source(tmp_path, seed, base_model_name_or_path=name) for seed, name in enumerate(BASES)}
+    plain, of_first, forced = (
+        store.take(specs["first"], at, quiet, any_base=name == "org/any").digest
+        for name, at in zip(BASES, named.values(), strict=True)
+    )
+    digests, first = (plain, of_first, forced, "0" * 64), specs["first"].source
+    assert store.refusals(specs["first"], digests, first, ()) == {}
+    other = store.refusals(specs["other"], digests, first, ())
+    assert other.keys() == {of_first}
+    assert "base_model_name_or_path" in other[of_first]
+    # What was refused before is not taken for an adapter that was added by force.
+    assert store.refusals(specs["other"], digests, str(tmp_path / "wide"), other).keys() == {of_first}
+    assert store.refusals(specs["wide"], digests, first, ()).keys() == {plain, of_first, forced}
 
 
 def test_the_base_is_read_once(store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from serve.state import versioned_watch
 from tests.serve.fake_adapter_store import digest_of, unreachable
 from tests.serve.plane import Plane
 from tests.serve.replicas import replica
-from tests.serve.sim_documents import document, sim_model
+from tests.serve.sim_documents import deployment, document, sim_model
 
 SLASHED = "org/model"
 
@@ -245,6 +245,20 @@ async def test_missing_source_is_shown_with_its_reason(plane: Plane) -> None:
     }
     running.cancel()
     await asyncio.wait([running])
+
+
+@pytest.mark.slow
+async def test_an_adapter_of_a_former_base_model_is_shown_with_the_reason(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    await add(served)
+    adapters = plane.controller.adapters
+    await adapters.bases.step()
+    plane.store.unfit = {digest_of("/a"): "made for another"}
+    adapters.declare(deployment({**adapted(), "source": "/other-base"}), applied=True)
+    while not (shown := await one(served)).note:  # noqa: ASYNC110 - no event is set
+        await asyncio.sleep(0.001)
+    assert (shown.state, shown.note) == (AdapterState.READY, "v1 does not fit the model: made for another")
 
 
 def answering(status_code: int, content: bytes) -> ControllerClient:

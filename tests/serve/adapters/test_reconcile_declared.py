@@ -16,7 +16,7 @@ from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.adapter_catalog import Alias
 from policy.wire.controller import AddAdapterRequest
 from serve.adapters.adapter_registry import AdapterRegistry
-from serve.adapters.reconcile_declared import RETRY, DeclaredAdapterReconciler
+from serve.adapters.reconcile_declared import LOOK_S, RETRY, DeclaredAdapterReconciler
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore, digest_of, unreachable
 from tests.serve.sim_documents import deployment, sim_model
@@ -105,6 +105,87 @@ async def test_missing_files_are_fetched_again(reconciler: Reconciler) -> None:
     reconciler.store.digests.clear()
     await reconciler.apply(source())
     assert reconciler.store.imported == ["hf:org/a", "hf:org/a"]
+
+
+@pytest.mark.parametrize("by", ["restart", "time"])
+async def test_missing_files_are_fetched_again_without_an_apply(reconciler: Reconciler, by: str) -> None:
+    """A controller that takes over on another host has the records alone; replicas got no files from it."""
+    await reconciler.restart(source(), source("law", "hf:org/law"))
+    split = reconciler.alias().split
+    reconciler.store.digests.remove(digest_of("hf:org/a"))
+    if by == "restart":
+        await reconciler.restart(source(), source("law", "hf:org/law"))
+    else:
+        reconciler.now += LOOK_S - 1
+        await reconciler.settle()
+        assert reconciler.store.imported == ["hf:org/a", "hf:org/law"]
+        reconciler.now += 1
+        await reconciler.settle()
+    assert reconciler.store.imported == ["hf:org/a", "hf:org/law", "hf:org/a"]
+    assert reconciler.alias().split == split
+    reconciler.now += LOOK_S
+    await reconciler.settle()
+    assert len(reconciler.store.imported) == 3
+
+
+async def test_missing_files_of_an_unreachable_source_are_tried_again(reconciler: Reconciler) -> None:
+    await reconciler.restart(source())
+    reconciler.store.digests.clear()
+    reconciler.store.contents["hf:org/a"] = unreachable("no route")
+    await reconciler.restart(source())
+    assert reconciler.declaring.troubles[SQL].reason == "no route"
+    assert reconciler.shares() == {"hf:org/a": 1.0}
+    reconciler.store.contents.clear()
+    reconciler.now += RETRY.first_s
+    await reconciler.settle()
+    assert reconciler.declaring.troubles == {}
+    assert reconciler.store.digests == {digest_of("hf:org/a")}
+
+
+async def test_missing_files_of_a_version_without_requests_are_not_fetched(reconciler: Reconciler) -> None:
+    """The declared source may have newer content by now, which users did not choose."""
+    await reconciler.restart(source())
+    await reconciler.library.add(AddAdapterRequest(name="sql", source="hf:org/mine")).done.wait()
+    reconciler.store.digests.remove(digest_of("hf:org/a"))
+    reconciler.now += LOOK_S
+    await reconciler.settle()
+    assert reconciler.store.imported == ["hf:org/a", "hf:org/mine"]
+
+
+@pytest.mark.parametrize("by", ["apply", "restart"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("https://h/get?id=1", "https://h/get?id=2"),
+        ("s3://b/sql?versionId=1", "s3://b/sql"),
+        ("https://a:b@h/get", "https://c:d@h/get"),
+    ],
+)
+async def test_sources_that_differ_in_hidden_parts_are_different(
+    reconciler: Reconciler, old: str, new: str, by: str
+) -> None:
+    """The second was taken for the first: nothing was fetched, and the old files were served."""
+    await reconciler.restart(source(at=old))
+    await (reconciler.apply(source(at=new)) if by == "apply" else reconciler.restart(source(at=new)))
+    assert reconciler.store.imported == [old, new]
+    assert reconciler.alias().split == ((2, 1.0),)
+    await reconciler.apply(source(at=old))
+    assert reconciler.store.imported == [old, new]
+    assert reconciler.alias().split == ((1, 1.0),)
+
+
+async def test_a_restart_keeps_the_split_of_sources_that_differ_in_hidden_parts(
+    reconciler: Reconciler,
+) -> None:
+    """All requests got the second."""
+    at = "https://h/get?id="
+    versions = {"a": {"source": f"{at}1", "weight": 95}, "b": {"source": f"{at}2", "weight": 5}}
+    entry = {"name": "sql", "versions": versions}
+    await reconciler.restart(entry)
+    for _ in range(2):
+        await reconciler.restart(entry)
+        assert reconciler.alias().split == ((1, 95.0), (2, 5.0))
+    assert reconciler.store.imported == [f"{at}1", f"{at}2"]
 
 
 async def test_changed_weights_fetch_nothing(reconciler: Reconciler) -> None:
@@ -225,6 +306,20 @@ async def test_apply_retries_at_once(reconciler: Reconciler) -> None:
     reconciler.store.contents.clear()
     await reconciler.apply(source())
     assert reconciler.shares() == {"hf:org/a": 1.0}
+
+
+async def test_an_apply_imports_adapters_again_that_do_not_fit_the_base_model(reconciler: Reconciler) -> None:
+    await reconciler.restart(source(), source("law", "hf:org/law"))
+    reconciler.library.unfit["m"] = {digest_of("hf:org/a"): "made for another"}
+    reconciler.store.contents["hf:org/a"] = AdapterRefused("base_model", "made for another")
+    await reconciler.apply(source(), source("law", "hf:org/law"))
+    assert reconciler.store.imported == ["hf:org/a", "hf:org/law", "hf:org/a"]
+    assert reconciler.declaring.troubles[SQL].refused
+    reconciler.store.contents.clear()
+    await reconciler.apply(source(force=True), source("law", "hf:org/law"))
+    assert reconciler.declaring.troubles == {}
+    assert reconciler.library.unfit["m"] == {}
+    assert reconciler.alias().split == ((1, 1.0),)
 
 
 async def test_changes_by_users_are_kept_until_the_declaration_changes(reconciler: Reconciler) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import update
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
 from policy.wire.adapter_catalog import Alias
 from store.adapters.adapter_aliases import DOCUMENT, KEPT_VERSIONS, AdapterAliases, NewVersion
+from store.adapters.database_tables import aliases
 from store.adapters.validate import AdapterFacts
+from store.database import Database
 from tests.clock import Clock
 
 FACTS = AdapterFacts(rank=8, size=1000)
@@ -255,7 +260,7 @@ def test_a_declaration_of_the_deployment_file_is_applied(registry: AdapterAliase
     alias = registry.put("m", "sql", candidates(a=95, b=5, c=0), origin=DOCUMENT)
     assert alias.split == ((1, 95.0), (2, 5.0))
     assert [version.number for version in alias.versions] == [1, 2, 3]
-    assert registry.declared() == {("m", "sql"): {A, B, C}}
+    assert registry.declared() == {("m", "sql"): {"/a": A, "/b": B, "/c": C}}
     add(registry, A, name="law")
     assert registry.declared().keys() == {("m", "sql")}
 
@@ -267,14 +272,26 @@ def test_a_restart_does_not_undo_later_changes(registry: AdapterAliases) -> None
     assert registry.put("m", "sql", candidates(b=1), origin=DOCUMENT) == back
     added = add(registry, C)
     assert registry.put("m", "sql", candidates(b=1), origin=DOCUMENT) == added
-    assert registry.declared() == {("m", "sql"): {B}}
+    assert registry.declared() == {("m", "sql"): {"/a": A, "/b": B}}
     assert digests(registry.put("m", "sql", candidates(d=1), origin=DOCUMENT)) == {"d": 1.0}
+
+
+def test_declarations_of_earlier_versions_name_their_sources(
+    registry: AdapterAliases, database_url: str
+) -> None:
+    """They recorded digests alone; of two versions from one source the declared one counts."""
+    registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
+    registry.put("m", "sql", [NewVersion(B, FACTS, "/a")])
+    with contextlib.closing(Database(database_url)) as database, database.writing() as connection:
+        former = msgspec.json.encode({"content": [(A, 1.0)], "tenants": None}).decode()
+        connection.execute(update(aliases).values(declared=former))
+    assert registry.declared() == {("m", "sql"): {"/a": A}}
 
 
 def test_a_declaration_changes_tenants_of_the_same_content(registry: AdapterAliases) -> None:
     add(registry, A)
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
-    assert registry.declared() == {("m", "sql"): {A}}, "it was added by command before"
+    assert registry.declared() == {("m", "sql"): {"/a": A}}, "it was added by command before"
     add(registry, B)
     alias = registry.put("m", "sql", candidates(a=1), tenants=["acme"], origin=DOCUMENT)
     assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",))
@@ -346,7 +363,7 @@ def test_the_declared_version_is_kept_beside_recent_ones(registry: AdapterAliase
         alias = add(registry, f"{i:064x}")
     assert alias.versions[0].digest == A
     assert len(alias.versions) == KEPT_VERSIONS
-    assert registry.declared() == {("m", "sql"): {A}}
+    assert registry.declared() == {("m", "sql"): {"/a": A}}
 
 
 CHANGES = st.lists(

@@ -83,9 +83,12 @@ def test_an_incomplete_adapter_is_ignored_and_replaced(
     else:
         (path / "more" if change == "more" else weights).write_bytes({"longer": b"ww"}.get(change, b"v"))
     other = AdapterBlobStore(tmp_path / "adapters")
+    assert other.missing([digest, ABSENT]) == {ABSENT}, "it was not read yet"
     assert other.path(digest) is None
+    assert other.missing([digest, ABSENT]) == {digest, ABSENT}
     assert stored(other) == digest
     assert other.path(digest) == path
+    assert other.missing([digest]) == set()
     assert weights.read_bytes() == b"w"
 
 

@@ -23,7 +23,7 @@ from policy.errors import AdapterRefused, TargetError
 from store.adapters import CONFIG, FILES, WEIGHTS, from_web
 from store.adapters.blobs import AdapterBlobStore
 from store.adapters.fetch import fetch
-from store.adapters.fetch_context import FetchJob, redacted
+from store.adapters.fetch_context import FetchJob, identity, redacted
 from store.adapters.import_adapter import import_adapter
 from store.progress_report import ProgressLine
 from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zipped
@@ -271,6 +271,15 @@ def test_secrets_of_a_source_are_not_revealed(tmp_path: Path, blobs: AdapterBlob
     assert not re.search("KEY-[12]|user", shown)
     assert taken.source == site.url
     assert redacted("/a/b@c?d") == "/a/b@c?d", "a path is no URL"
+    assert not re.search("KEY-[12]|user", identity(secret, "key"))
+
+
+def test_identities_differ_as_sources_do() -> None:
+    at = "https://h/get"
+    same = [at, f"{at}?id=1", f"{at}?id=2", f"{at}#id=1", "https://u:p@h/get", "/a/b@c?d", "hf:org/a@b"]
+    assert len({identity(each, "key") for each in same}) == len(same)
+    assert [identity(each, "key") for each in same if redacted(each) == each] == [at, *same[-2:]]
+    assert identity(same[1], "key") == identity(same[1], "key") != identity(same[1], "other")
 
 
 # The hub.
