@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -40,7 +41,9 @@ class BaseModelChecker:
         self._library = library
         self._state = state
         self._event = event
-        self._checked = state.load(state.checked_bases_path, dict[str, CheckedBase]) or {}
+        self._checked: dict[str, CheckedBase] = {}
+        with suppress(msgspec.DecodeError):  # of another version: the base models count as checked
+            self._checked = state.load(state.checked_bases_path, dict[str, CheckedBase]) or {}
         library.unfit = {model: dict(checked.unfit) for model, checked in self._checked.items()}
 
     async def run(self) -> None:
