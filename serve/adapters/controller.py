@@ -16,7 +16,7 @@ from policy.wire.adapter_catalog import served_name
 from policy.wire.heartbeat import AdapterRef, Heartbeat, HeartbeatResponse
 from serve.adapters.adapter_demand import AdapterDemandTracker
 from serve.adapters.adapter_registry import AdapterRegistry
-from serve.adapters.check_base import BaseModelChecker
+from serve.adapters.base_model_check import BaseModelChecker
 from serve.adapters.placement_loop import AdapterPlacementPlans
 from serve.adapters.reconcile_declared import DeclaredAdapterReconciler
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, AdapterStatusView

@@ -52,7 +52,7 @@ def excess(wanted: StructuredOutputs) -> str | None:
     return next((found for found in inside if found), None)
 
 
-def is_to_blame(output: FailedOutput, *, loads: bool) -> bool | None:
+def is_grammar_failure(output: FailedOutput, *, loads: bool) -> bool | None:
     """Whether a grammar is why vLLM ended its request with an error; ``None`` if ``output`` does not show it.
 
     vLLM names no cause (``v1/core/sched/scheduler.py``, 0.32). A grammar ends a request by a token that it

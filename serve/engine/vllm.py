@@ -32,7 +32,7 @@ from policy.routing.engine_prefix_index import KvBlockIndex
 from serve.engine import vllm_torch_trace
 from serve.engine.fast_path.app import fast_path
 from serve.engine.fast_path.engine_core_sockets import exchange_directly
-from serve.engine.grammar_limits import excess, is_to_blame
+from serve.engine.grammar_limits import excess, is_grammar_failure
 from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.vllm_arguments import USAGE, arguments, configuration, starting
 from serve.engine.vllm_kv_events import KvEvents, followed
@@ -83,11 +83,13 @@ class CheckedLLM(AsyncLLM):  # type: ignore[misc]  # vLLM ships no types
             return None
         kv = self.vllm_config.kv_transfer_config
         loads = kv is not None and kv.kv_load_failure_policy == "fail"
-        blamed = is_to_blame(output, loads=loads or self.vllm_config.ec_transfer_config is not None)
-        if blamed is None:
+        by_grammar = is_grammar_failure(
+            output, loads=loads or self.vllm_config.ec_transfer_config is not None
+        )
+        if by_grammar is None:
             # Another replica tries it, and neither is taken for a failing one.
             return RetryableRequestError()  # type: ignore[no-any-return]
-        return NoAllowedToken() if blamed else None
+        return NoAllowedToken() if by_grammar else None
 
     def refuse(self, params: Any) -> None:
         """Raise :class:`VLLMValidationError` for parameters that the engine cannot or must not serve."""

@@ -145,8 +145,8 @@ class AdapterBlobStore:
     def trim(self, max_bytes: int) -> None:
         """Delete the least recently used adapters until the others have at most ``max_bytes``.
 
-        Nor may they have more than half of their space and what the disk has free. Adapters in use stay.
-        Raises ``OSError``.
+        The others also have at most half of the space that all adapters and the free part of the disk had.
+        Adapters in use stay. Raises ``OSError``.
         """
         gone: list[tuple[Path, int]] = []
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from policy.engine.grammar_bounds import MAX_PATTERN
-from serve.engine.grammar_limits import MAX_BYTES, excess, is_to_blame
+from serve.engine.grammar_limits import MAX_BYTES, excess, is_grammar_failure
 
 DEEP = "(" * 30_000 + ")" * 30_000
 PATTERN = "a pattern .* at most 4096 characters, this one has 60000"
@@ -72,13 +72,13 @@ def test_a_grammar_is_to_blame_for_what_only_it_can_have_ended(
     none = {"queued_ts": 0.0, "scheduled_ts": 0.0, "num_generation_tokens": 0, "num_preemptions": 0}
     failed = SimpleNamespace(finish_reason="error", token_ids=[])
     output: Any = SimpleNamespace(outputs=[failed], metrics=SimpleNamespace(**{**none, **stats}))
-    assert is_to_blame(output, loads=False) is blamed
-    assert is_to_blame(output, loads=True) is blamed_if_loads
+    assert is_grammar_failure(output, loads=False) is blamed
+    assert is_grammar_failure(output, loads=True) is blamed_if_loads
 
 
 @pytest.mark.parametrize("token_ids", [[], [7]])
 def test_without_statistics_a_failed_load_is_not_told_from_a_grammar(token_ids: list[int]) -> None:
     failed = SimpleNamespace(finish_reason="error", token_ids=token_ids)
     output: Any = SimpleNamespace(outputs=[failed], metrics=None)
-    assert is_to_blame(output, loads=False) is True
-    assert is_to_blame(output, loads=True) is None
+    assert is_grammar_failure(output, loads=False) is True
+    assert is_grammar_failure(output, loads=True) is None

@@ -11,7 +11,7 @@ import pytest
 from policy.errors import TargetError, Unreachable
 from policy.wire.controller import AddAdapterRequest
 from serve.adapters.adapter_registry import AdapterRegistry
-from serve.adapters.check_base import BaseModelChecker
+from serve.adapters.base_model_check import BaseModelChecker
 from store.state_dir import StateDir
 from tests.serve.fake_adapter_store import FakeAdapterStore, digest_of
 from tests.serve.sim_documents import deployment, sim_model
